@@ -1,0 +1,1 @@
+"""Raw Pallas kernels and their launch configurations."""
