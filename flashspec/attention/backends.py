@@ -1,0 +1,178 @@
+"""The implementations of attention, what each refuses, and the one loop that selects among them.
+
+This is the only file of the package that imports kernel bodies.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import backend as jax_backend
+from jax.sharding import PartitionSpec
+
+from flashspec import checks
+from flashspec.attention import blockwise, cudnn, reference
+from flashspec.attention.request import AttentionOperands, AttentionRequest
+from flashspec.checks import fail
+from flashspec.online_softmax import SoftmaxStats
+
+type Attend = Callable[[AttentionRequest, AttentionOperands], tuple[jax.Array, jax.Array | None]]
+type Implementation = str | Sequence[str] | None
+
+# Up to this many scores a head, a matrix is no larger than one tile of the blockwise scan, which then gains nothing.
+SMALL = 128 * 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One implementation.
+
+    Args:
+      name: what callers select it by.
+      supports: reasons why it cannot run a request, forward and backward; pure, and empty when it can.
+      attend: the call itself, None where nothing is built in; returns output and lse (None if it has none).
+      stats: the same for `attention_stats`.
+      config: launch settings for a request, for the plan.
+      row_major: whether it reads row-major operands only, so that any other layout costs a copy.
+    """
+
+    name: str
+    supports: Callable[[AttentionRequest], tuple[str, ...]]
+    attend: Attend | None = None
+    stats: Callable[[AttentionRequest, AttentionOperands], SoftmaxStats] | None = None
+    config: Callable[[AttentionRequest], Mapping[str, int]] = lambda request: {}
+    row_major: bool = False
+
+
+def _partitioned(request: AttentionRequest) -> tuple[str, ...]:
+    advice = "compute `attention_stats` of each part in `jax.shard_map` and merge them with `merge_across`"
+    return tuple(f"{axis} is split over devices: {advice}" for axis in request.partitioned)
+
+
+def _cudnn(request: AttentionRequest) -> tuple[str, ...]:
+    return cudnn.refusals(request) + _partitioned(request)
+
+
+def _absent(kernel: str) -> Callable[[AttentionRequest], tuple[str, ...]]:
+    return lambda request: (f"this version has no {kernel} attention kernel built in",)
+
+
+def _blocks(request: AttentionRequest) -> Mapping[str, int]:
+    blocks = blockwise.Blocks()
+    return {"block_queries": min(blocks.query, request.T), "block_keys": min(blocks.key, request.S)}
+
+
+BACKENDS: Mapping[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend("hopper", _absent("Hopper")),
+        Backend("ampere", _absent("Ampere")),
+        Backend("tpu", _absent("TPU")),
+        Backend("cudnn", _cudnn, cudnn.cudnn_attention, row_major=True),
+        Backend("blockwise", _partitioned, blockwise.blockwise_attention, blockwise.blockwise_stats, config=_blocks),
+        Backend("reference", _partitioned, reference.reference_attention, reference.reference_stats),
+    )
+}
+
+
+def candidates(request: AttentionRequest, implementation: Implementation) -> tuple[str, ...]:
+    """Names to try in order: those that the caller gave, or the best first for the request's platform.
+
+    Kernels of the platform come first, then what XLA compiles anywhere: "reference" for matrices of at most `SMALL`
+    scores, "blockwise" for larger ones.
+    """
+    if implementation is not None:
+        names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+        if not names:
+            raise fail("implementation", "a name, a sequence of names, or None", repr(implementation))
+        for name in names:
+            checks.one_of("implementation", name, tuple(BACKENDS))
+        return names
+    kernels = {"cuda": ("hopper", "ampere", "cudnn"), "tpu": ("tpu",)}.get(request.platform, ())
+    xla = ("reference", "blockwise") if request.T * request.S <= SMALL else ("blockwise", "reference")
+    return (*kernels, *xla)
+
+
+def select(request: AttentionRequest, implementation: Implementation) -> Backend:
+    """The first candidate that supports the request.
+
+    Raises:
+      ValueError: an implementation that does not exist.
+      NotImplementedError: none supports the request; the message has every reason of every candidate.
+    """
+    refused = {}
+    for name in candidates(request, implementation):
+        refused[name] = BACKENDS[name].supports(request)
+        if not refused[name]:
+            return BACKENDS[name]
+    lines = [f"  {name}: {reason}" for name, reasons in refused.items() for reason in reasons]
+    raise NotImplementedError("no implementation supports this call:\n" + "\n".join(lines))
+
+
+def run(request: AttentionRequest, operands: AttentionOperands, implementation: Implementation) -> Any:
+    """Run a call on the implementation selected for the platform that it will be lowered for.
+
+    Concrete operands say where they are. While tracing, the platform is known to XLA alone, so where the platforms of
+    this process would select differently, each one's selection is traced and the lowering keeps its own.
+
+    Returns:
+      (output, lse), with lse None unless asked for, or `SoftmaxStats` when the request is for statistics.
+    """
+    default = select(request, implementation)
+    others = {}
+    if not checks.is_concrete(operands.query):
+        for platform in platforms():
+            try:
+                others[platform] = select(dataclasses.replace(request, platform=platform), implementation)
+            except NotImplementedError:
+                continue  # a named kernel of one platform has nothing to run on another: `default` reports it there
+    if all(backend is default for backend in others.values()):
+        return _execute(request, default.name, operands)
+    branches = {name: functools.partial(_execute, request, backend.name) for name, backend in others.items()}
+    return lax.platform_dependent(operands, default=functools.partial(_execute, request, default.name), **branches)
+
+
+def platforms() -> tuple[str, ...]:
+    """Platforms of this process, by the names under which XLA lowers for them."""
+    return tuple(sorted({platform_of(client.devices()[0]) for client in jax_backend.backends().values()}))
+
+
+def platform_of(device: jax.Device) -> str:
+    """The name under which XLA lowers for a device: "cpu", "cuda", "rocm" or "tpu"."""
+    if device.platform != "gpu":
+        return device.platform
+    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+
+
+def scope(name: str) -> str:
+    """The named scope of an implementation: what marks its operations in a compiled program."""
+    return f"flashspec.attention.{name}"
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))  # so that repeated eager calls compile their loops once
+def _execute(request: AttentionRequest, name: str, operands: AttentionOperands) -> Any:
+    call = functools.partial(_call, request, BACKENDS[name])
+    sharding = jax.typeof(operands.query).sharding
+    if not sharding.mesh.explicit_axes:
+        return call(operands)
+    # Loops and masks in explicit mode would each have to name their shardings; only the results' are worth naming.
+    batch, _, heads, _ = sharding.spec
+    rows: Any = PartitionSpec(batch, None, heads)
+    wide: Any = PartitionSpec(batch, None, heads, None)
+    results = (
+        SoftmaxStats(rows, rows, wide, rows) if request.statistics else (wide, rows if request.return_lse else None)
+    )
+    return jax.sharding.auto_axes(call, axes=sharding.mesh.explicit_axes, out_sharding=results)(operands)
+
+
+def _call(request: AttentionRequest, backend: Backend, operands: AttentionOperands) -> Any:
+    with jax.named_scope(scope(backend.name)):
+        if request.statistics:
+            assert backend.stats is not None
+            return backend.stats(request, operands)
+        assert backend.attend is not None
+        output, lse = backend.attend(request, operands)
+    return output, (lse if request.return_lse else None)

@@ -1,0 +1,237 @@
+"""Attention of the newest tokens over a cache that already holds their keys.
+
+Query i of T sits at logical position length - T + i of its row, never at array index i: aligned by index, the one query
+of a decoding step would see the first key only, and its output would still be finite (section 33.3).
+
+The keys are read in parts, each giving (m, l, u) (eq. 33.3), merged by eq. 33.4 and 33.5. One part is two products and
+a softmax; more parts keep many cores busy when there are few rows.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from flashspec import checks
+from flashspec.attention import backends, reference
+from flashspec.attention.backends import Implementation
+from flashspec.attention.request import AttentionOperands, AttentionRequest, make_request, partitioned_axes
+from flashspec.attention.views import View, WindowView, gather
+from flashspec.checks import fail
+from flashspec.masks import Contiguous, Window, make_mask
+from flashspec.online_softmax import SoftmaxStats, empty_stats, finalize, merge_axis, shifted_weights
+from pallas_kernels.launch import cdiv
+
+MAX_QUERIES = 16
+# Keys of one part by default: enough that the merge costs nothing beside reading them.
+PART = 4096
+
+
+def decode_attention(
+    query: ArrayLike,
+    view: View,
+    *,
+    q_lengths: ArrayLike | None = None,
+    tree_mask: ArrayLike | None = None,
+    window: Window = None,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    implementation: Implementation = None,
+    return_lse: bool = False,
+    num_splits: int | None = None,
+) -> Any:
+    """Causal attention of 1 to 16 new tokens over a cache view that already holds their keys.
+
+        output = sum_j e^(score_j) v_j / sum_j e^(score_j),   score = soft_cap(scale * q.k)        (eq. 33.2)
+
+    over keys whose logical position is at most the query's own; or, among the new tokens, over the query's ancestors.
+    Slots that no query may see, NaN included, change no bit of the result; a row of length 0 gives 0.
+
+    Args:
+      query: [B, T, N, H], T from 1 to 16; query i sits at position length - T + i.
+      view: a `DenseView`, `WindowView` or `PagedView` of the same B rows.
+      q_lengths: [B] integers: the first n queries of a row are real and sit at length - n + i, the rest are empty rows.
+      tree_mask: bool [T, T] or [B, T, T]: [i, j] says that new token i descends from new token j, itself included. New
+        token j lies in slot length - n + j, and its logical position is that of its depth in the tree.
+      window: (left, right) or an integer: how many positions besides its own a query sees on each side.
+      scale: a Python number; 1 / sqrt(H) by default.
+      logits_soft_cap: c of c tanh(score / c), a Python number above 0.
+      sinks: [N] natural-log logits, one more key with value 0 for each head; neither scaled nor capped. In lse too.
+      implementation: "blockwise" (keys in parts, the default) or "reference"; or a sequence of names, of which the
+        first that supports the call runs.
+      return_lse: whether to return the log-normaliser too.
+      num_splits: into how many parts "blockwise" cuts the keys; by default one for every 4096.
+
+    Returns:
+      output [B, T, N, Hv] in the query's dtype; with `return_lse` also lse [B, T, N] in float32 (float64 for float64).
+
+    Raises:
+      ValueError: an argument is wrong.
+      NotImplementedError: the implementations named cannot run this call; the message has every reason.
+    """
+    request, operands = _prepare(
+        query,
+        view,
+        q_lengths=q_lengths,
+        tree_mask=tree_mask,
+        window=window,
+        scale=scale,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+    )
+    if not 1 <= request.T <= MAX_QUERIES:
+        raise fail("query", f"1 to {MAX_QUERIES} new tokens T (`cached_attention` takes more)", f"T = {request.T}")
+    splits = cdiv(request.S, PART) if num_splits is None else checks.at_least("num_splits", num_splits, 1)
+    output, lse = _run(request, _select(request, implementation), max(splits, 1), operands)
+    return (output, lse) if return_lse else output
+
+
+def cached_attention(
+    query: ArrayLike,
+    view: View,
+    *,
+    q_lengths: ArrayLike | None = None,
+    window: Window = None,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+) -> Array:
+    """Causal attention of any number of new tokens over a cache view that already holds their keys.
+
+    `decode_attention` for few tokens, `dot_product_attention` over the gathered view for many; the same function of the
+    same arguments. It is what the models of this package call by default.
+
+    Args:
+      query: [B, T, N, H], T >= 1; query i sits at position length - T + i.
+      view: a `DenseView`, `WindowView` or `PagedView` of the same B rows.
+      q_lengths: [B] integers: the first n queries of a row are real and sit at length - n + i, the rest are empty rows.
+      The others are those of `decode_attention`.
+
+    Returns:
+      output [B, T, N, Hv] in the query's dtype.
+
+    Raises:
+      ValueError: an argument is wrong.
+    """
+    options: dict[str, Any] = {"q_lengths": q_lengths, "window": window, "scale": scale}
+    options |= {"logits_soft_cap": logits_soft_cap, "sinks": sinks}
+    if jnp.ndim(query) == 4 and 1 <= jnp.shape(query)[1] <= MAX_QUERIES:
+        return decode_attention(query, view, **options)
+    return backends.run(*_prepare(query, view, **options), None)[0]
+
+
+def _prepare(
+    query: ArrayLike,
+    view: View,
+    *,
+    q_lengths: ArrayLike | None,
+    window: Window,
+    tree_mask: ArrayLike | None = None,
+    **options: Any,
+) -> tuple[AttentionRequest, AttentionOperands]:
+    """The call over the gathered view, with its queries at the end of each row."""
+    key, value, kv_positions, kv_valid = gather(view)
+    sizes = checks.shape("query", query, "B T N H")
+    checks.shape("view.length", view.length, "B", sizes)
+    checks.integer("view.length", view.length)
+    if q_lengths is not None:
+        checks.shape("q_lengths", q_lengths, "B", sizes)
+        checks.integer("q_lengths", q_lengths)
+    real = sizes["T"] if q_lengths is None else jnp.asarray(q_lengths).astype(view.length.dtype)
+    structure: dict[str, Any] = {
+        "is_causal": tree_mask is None,
+        "window": window,
+        "q_positions": Contiguous(view.length - real),
+        "kv_positions": kv_positions,
+        "q_lengths": q_lengths,
+        # A ring's slots are not in order of position, so that which of them are live is no length.
+        "mask": kv_valid[:, None, None, :] if isinstance(view, WindowView) else None,
+        "kv_lengths": None if isinstance(view, WindowView) else view.length,
+    }
+    split = partitioned_axes(query=query, key=key, value=value)
+    request, operands = make_request(query, key, value, **structure, **options, partitioned=split)
+    if tree_mask is not None:
+        scores = request.B, request.N, request.T, request.S
+        operands = dataclasses.replace(operands, mask=make_mask(scores, **structure, tree_mask=tree_mask))
+    return request, operands
+
+
+def _select(request: AttentionRequest, implementation: Implementation) -> str:
+    """The first implementation named that can decode this request."""
+    if implementation is None:
+        names: tuple[str, ...] = ("blockwise",)
+    else:
+        names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    refused = {}
+    for name in names:
+        checks.one_of("implementation", name, tuple(backends.BACKENDS))
+        refused[name] = _REFUSALS.get(name, ()) or backends.BACKENDS[name].supports(request)
+        if not refused[name]:
+            return name
+    lines = [f"  {name}: {reason}" for name, reasons in refused.items() for reason in reasons]
+    raise NotImplementedError("no implementation supports this call:\n" + "\n".join(lines))
+
+
+_REFUSALS: Mapping[str, tuple[str, ...]] = {
+    "hopper": ("this version has no Hopper decode kernel built in",),
+    "ampere": ("there is no decode kernel of this name",),
+    "tpu": ("this version has no TPU decode kernel built in",),
+    "cudnn": ("it reads neither rings nor pages, and hides keys in its own way",),
+}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that eager calls are one program
+def _run(request: AttentionRequest, name: str, splits: int, operands: AttentionOperands) -> tuple[Array, Array]:
+    with jax.named_scope(backends.scope(name)):
+        if name == "reference":
+            return reference.reference_attention(request, operands)
+        return finalize(_split_stats(request, operands, splits), sinks=operands.sinks, dtype=request.dtype)
+
+
+def _split_stats(request: AttentionRequest, operands: AttentionOperands, splits: int) -> SoftmaxStats:
+    """Statistics of every query over all keys, read in `splits` parts; rows [B, T, N]."""
+    if request.S == 0:
+        return empty_stats((request.B, request.T, request.N), request.Hv, request.stats_dtype)
+    size = cdiv(request.S, splits)
+    parts = [_part_stats(request, operands, k, min(size, request.S - k)) for k in range(0, request.S, size)]
+    if len(parts) == 1:
+        return parts[0]
+    return merge_axis(jax.tree.map(lambda *part: jnp.stack(part, axis=1), *parts), axis=1)
+
+
+def _part_stats(request: AttentionRequest, operands: AttentionOperands, start: int, size: int) -> SoftmaxStats:
+    """Statistics over the keys start .. start + size (eq. 33.3).
+
+    Keys and values enter their products as they lie in the cache, [B, S, K, size], keys on the left and values on the
+    right: the order in which XLA on a CPU copies rows, where the opposite one transposes elements.
+    """
+    visible = operands.mask.tile(0, request.T, start, size)[:, :, :, None, :]  # [B|1, 1, T, 1, S]
+    query = operands.query.reshape(request.B, request.T, request.K, request.G, request.H)
+    key, value = (lax.slice_in_dim(x, start, start + size, axis=1) for x in (operands.key, operands.value))
+    # What takes part in no visible pair becomes 0: a weight of 0 would not hide its NaN.
+    seen, sees = jnp.any(visible, axis=(1, 2, 3))[:, :, None, None], jnp.any(visible, axis=(1, 4))[..., None, None]
+    query, key, value = jnp.where(sees, query, 0), jnp.where(seen, key, 0), jnp.where(seen, value, 0)
+    scores = _product(request, key, query, (((3,), (4,)), ((0, 2), (0, 2)))) * request.scale  # [B, K, S, T, G]
+    if request.logits_soft_cap is not None:
+        scores = request.logits_soft_cap * jnp.tanh(scores / request.logits_soft_cap)
+    m, weights, nonempty = shifted_weights(jnp.moveaxis(scores, 2, 4), visible)  # [B, K, T, G], [B, K, T, G, S]
+    u = _product(request, weights.astype(request.dtype), value, (((4,), (1,)), ((0, 1), (0, 2))))  # [B, K, T, G, Hv]
+    return jax.tree.map(_rows, SoftmaxStats(m, jnp.sum(weights, axis=-1), u, nonempty))
+
+
+def _product(request: AttentionRequest, a: Array, b: Array, dimensions: Any) -> Array:
+    """A product accumulated in the dtype of the statistics; float32 operands use the highest precision."""
+    precision = None if request.dtype.itemsize == 2 else lax.Precision.HIGHEST
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=request.stats_dtype)
+
+
+def _rows(x: Array) -> Array:
+    """[B, K, T, G, ...] as [B, T, N, ...]."""
+    x = jnp.moveaxis(x, 1, 2)
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])

@@ -1,0 +1,187 @@
+"""What will run for one attention call, and at least how long that takes: `AttentionPlan`.
+
+Work is counted over the pairs that the static structure allows; lengths, positions, segments and explicit masks are
+known only at run time and may leave less of it. Bytes count each operand read and each result written once.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from flashspec.attention.backends import BACKENDS, Backend, Implementation, platform_of, select
+from flashspec.attention.request import AttentionOperands, AttentionRequest
+from flashspec.checks import fail, is_concrete
+from flashspec.devices import DeviceFacts, find_device_facts
+
+_PLATFORMS = {"NVIDIA": "cuda", "TPU": "tpu", "AMD": "rocm", "cpu": "cpu"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """One direction of a call.
+
+    Args:
+      implementation: the backend's name.
+      config: its launch settings.
+      flops: multiplications and additions of the matrix products.
+      bytes: operands and results, each moved once.
+      lower_bound_seconds: the roofline max(F / R, Q / b) of section 33.1 for these counts, which no program can beat
+        and few reach; None where the device's rates are unknown.
+    """
+
+    implementation: str
+    config: Mapping[str, int]
+    flops: int
+    bytes: int
+    lower_bound_seconds: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionPlan:
+    """The selection for one call, and what it costs at least; `print` shows it as a table.
+
+    Args:
+      request: the static facts of the call.
+      device: kind of the device planned for.
+      forward, backward: the two passes. Each backend named here differentiates itself.
+      rejected: every other backend that cannot run the request, with all its reasons.
+      copies: bytes copied for each operand whose layout the implementation does not read as it is.
+    """
+
+    request: AttentionRequest
+    device: str
+    forward: Pass
+    backward: Pass
+    rejected: Mapping[str, tuple[str, ...]]
+    copies: Mapping[str, int]
+
+    def __str__(self) -> str:
+        r = self.request
+        head = f"attention on {self.device}: B={r.B} T={r.T} S={r.S} N={r.N} K={r.K} H={r.H} Hv={r.Hv} {r.dtype}"
+        rows: list[tuple[str, ...]] = [("pass", "implementation", "config", "FLOPs", "bytes", "time (lower bound)")]
+        rows += [_row("forward", self.forward), _row("backward", self.backward)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = [head, *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)]
+        lines += [f"copied for its layout: {name}, {size:,} bytes" for name, size in self.copies.items()]
+        lines += [f"rejected {name}: {reason}" for name, reasons in self.rejected.items() for reason in reasons]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def make_plan(
+    request: AttentionRequest,
+    operands: AttentionOperands,
+    given: Mapping[str, Any],
+    implementation: Implementation,
+    device: str,
+) -> AttentionPlan:
+    """The plan of a checked call.
+
+    Args:
+      request: its static facts, with the platform of `device`.
+      operands: its operands, or their shapes.
+      given: query, key and value as the caller passed them, by name, for their layouts.
+      implementation: as in `dot_product_attention`.
+      device: kind of the device.
+
+    Raises:
+      NotImplementedError: no implementation supports the call.
+    """
+    backend = select(request, implementation)
+    refusals = {name: other.supports(request) for name, other in BACKENDS.items()}
+    facts = find_device_facts(device)
+    return AttentionPlan(
+        request=request,
+        device=device,
+        forward=_pass(backend, request, facts, 2 * (request.H + request.Hv), _forward_bytes(request, operands)),
+        # Products: the scores again, G_V, G_P, G_Q and G_K (eq. 33.6 to 33.8).
+        backward=_pass(
+            backend, request, facts, 2 * (3 * request.H + 2 * request.Hv), _backward_bytes(request, operands)
+        ),
+        rejected={name: reasons for name, reasons in refusals.items() if reasons},
+        copies=_copies(given) if backend.row_major else {},
+    )
+
+
+def resolve_device(device: jax.Device | str | None, query: Any) -> tuple[str, str]:
+    """Kind and platform of the device to plan for: the one given, else where the query lies, else the default one."""
+    if isinstance(device, str):
+        platform = next((value for start, value in _PLATFORMS.items() if device.startswith(start)), None)
+        if platform is None:
+            raise fail("device", f"a jax.Device or a kind beginning with one of {tuple(_PLATFORMS)}", repr(device))
+        return device, platform
+    if device is not None:
+        return device.device_kind, platform_of(device)
+    placed = isinstance(query, jax.Array) and is_concrete(query)
+    here: jax.Device = next(iter(query.devices())) if placed else default_device()
+    return here.device_kind, platform_of(here)
+
+
+def default_device() -> jax.Device:
+    """Where jax puts an array that nothing else places."""
+    default: Any = jax.config.jax_default_device
+    return jax.devices(default)[0] if default is None or isinstance(default, str) else default
+
+
+def visible_pairs(request: AttentionRequest) -> int:
+    """How many of the T S pairs the static structure allows: limits count only where positions are 0, 1, ..."""
+    if request.options & {"q_positions", "kv_positions"}:
+        return request.T * request.S
+    left, right = request.window
+    right = 0 if request.is_causal else right
+    query = np.arange(request.T, dtype=np.int64)
+    last = np.full_like(query, request.S - 1) if right is None else np.minimum(query + right, request.S - 1)
+    first = np.zeros_like(query) if left is None else np.maximum(query - left, 0)
+    return int(np.sum(np.maximum(last - first + 1, 0)))
+
+
+def _pass(
+    backend: Backend, request: AttentionRequest, facts: DeviceFacts | None, flops_a_pair: int, moved: int
+) -> Pass:
+    flops = request.B * request.N * visible_pairs(request) * flops_a_pair
+    return Pass(backend.name, backend.config(request), flops, moved, _roofline(request, facts, flops, moved))
+
+
+def _roofline(request: AttentionRequest, facts: DeviceFacts | None, flops: int, moved: int) -> float | None:
+    if facts is None:
+        return None
+    rates = {2: facts.bf16_flops, 4: facts.f32_flops}
+    costs = ((flops, rates.get(request.dtype.itemsize)), (moved, facts.memory_bandwidth))
+    times = [amount / rate for amount, rate in costs if rate is not None]
+    return max(times, default=None)
+
+
+def _forward_bytes(request: AttentionRequest, operands: AttentionOperands) -> int:
+    lse = request.B * request.T * request.N * request.stats_dtype.itemsize if request.return_lse else 0
+    return _bytes(operands) + _output_bytes(request) + lse
+
+
+def _backward_bytes(request: AttentionRequest, operands: AttentionOperands) -> int:
+    """The operands, the output, its gradient and one normaliser a row are read, a gradient for each is written."""
+    lse = request.B * request.T * request.N * request.stats_dtype.itemsize
+    gradients = (operands.query, operands.key, operands.value, operands.bias, operands.sinks)
+    return _bytes(operands) + 2 * _output_bytes(request) + lse + _bytes(gradients)
+
+
+def _output_bytes(request: AttentionRequest) -> int:
+    return request.B * request.T * request.N * request.Hv * request.dtype.itemsize
+
+
+def _bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _copies(given: Mapping[str, Any]) -> dict[str, int]:
+    """Operands that lie in memory in another order than their axes, where that can be seen: on concrete jax arrays."""
+    concrete: dict[str, Any] = {name: x for name, x in given.items() if isinstance(x, jax.Array) and is_concrete(x)}
+    orders = {name: x.format.layout.major_to_minor for name, x in concrete.items()}
+    return {name: concrete[name].nbytes for name, order in orders.items() if order != tuple(range(len(order)))}
+
+
+def _row(name: str, one: Pass) -> tuple[str, ...]:
+    config = " ".join(f"{key}={value}" for key, value in one.config.items()) or "-"
+    seconds = one.lower_bound_seconds
+    time = "unknown device" if seconds is None else f"{seconds * 1e6:.3g} us"
+    return name, one.implementation, config, f"{one.flops:.4g}", f"{one.bytes:,}", time

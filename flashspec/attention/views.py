@@ -1,0 +1,101 @@
+"""What a cache shows to attention: keys and values where they lie, and which logical position each slot holds.
+
+Three layouts, one pytree each, and `gather`, which brings any of them into the dense form that XLA computes on.
+A slot that no query may see (past the length, rolled back, never written) may hold anything, NaN included.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DenseView:
+    """Slot s of a row holds logical position s, and is valid iff s < length.
+
+    Args:
+      key: [B, S, K, H].
+      value: [B, S, K, Hv].
+      length: [B] int32, logical positions of each row; it may exceed S when a cache overflowed.
+    """
+
+    key: Array
+    value: Array
+    length: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WindowView:
+    """A ring buffer: slot s of row b holds logical position positions[b, s]; -1 marks a slot that holds none.
+
+    Args:
+      key: [B, S, K, H].
+      value: [B, S, K, Hv].
+      positions: [B, S] int32.
+      length: [B] int32, logical positions of each row; the ring keeps only the latest of them.
+    """
+
+    key: Array
+    value: Array
+    positions: Array
+    length: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedView:
+    """Logical position i of row b lies at page page_table[b, i // page], offset i % page.
+
+    Args:
+      key_pages: [pages, page, K, H], shared by all rows.
+      value_pages: [pages, page, K, Hv].
+      page_table: [B, max_pages] int32; entries past the length may hold anything.
+      length: [B] int32, logical positions of each row.
+    """
+
+    key_pages: Array
+    value_pages: Array
+    page_table: Array
+    length: Array
+
+
+type View = DenseView | WindowView | PagedView
+
+
+def slots(view: View) -> int:
+    """How many key positions `gather` yields for each row."""
+    if isinstance(view, PagedView):
+        return view.page_table.shape[1] * view.key_pages.shape[1]
+    return view.key.shape[1]
+
+
+def gather(view: View) -> tuple[Array, Array, Array | None, Array]:
+    """The view in dense form, slots along axis 1.
+
+    Args:
+      view: a dense, window or paged view of B rows.
+
+    Returns:
+      key [B, S, K, H]; value [B, S, K, Hv]; kv_positions [B, S] int32, or None where slot s holds position s;
+      kv_valid [B, S] bool, False on every slot that holds no live position. Dense and window arrays are not copied.
+    """
+    length = view.length[:, None]
+    if isinstance(view, WindowView):
+        valid = (view.positions >= 0) & (view.positions < length)
+        return view.key, view.value, view.positions, valid
+    positions = jnp.arange(slots(view), dtype=jnp.int32)[None, :]
+    valid = positions < length
+    if isinstance(view, DenseView):
+        return view.key, view.value, None, valid
+    key, value = (_read_pages(pages, view.page_table) for pages in (view.key_pages, view.value_pages))
+    return key, value, None, valid
+
+
+def _read_pages(pages: Array, page_table: Array) -> Array:
+    """Rows' pages end to end, [B, max_pages * page, ...]; stray table entries are clamped: the length hides them."""
+    rows = jnp.take(pages, page_table, axis=0, mode="clip")
+    return rows.reshape(rows.shape[0], rows.shape[1] * rows.shape[2], *rows.shape[3:])
