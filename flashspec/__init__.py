@@ -1,0 +1,82 @@
+"""flashspec: exact inference optimisation in JAX.
+
+Attention over the monoid of softmax statistics, key/value caches as pure states, sampling, and speculative decoding as
+one compiled loop. Models, costs and measurements are in `flashspec.models`, `flashspec.costs`, `flashspec.measure`.
+"""
+
+from flashspec.attention import (
+    AttentionPlan,
+    Contiguous,
+    SoftmaxStats,
+    attention_stats,
+    cached_attention,
+    decode_attention,
+    dot_product_attention,
+    finalize,
+    merge,
+    merge_across,
+    merge_axis,
+    plan_attention,
+)
+from flashspec.cache import append, cache_bytes, dense_cache, paged_cache, rollback, view, window_cache
+from flashspec.generate import Generation, generate, generate_stream
+from flashspec.language_model import LanguageModel
+from flashspec.sampling import SamplingParams, probabilities
+from flashspec.speculative import (
+    ModelDrafter,
+    NgramDrafter,
+    ShallowDrafter,
+    acceptance_probability,
+    acceptance_rate,
+    init_state,
+    output_law,
+    residual_distribution,
+    round_step,
+    speculative_trace,
+    verify_chain,
+    verify_greedy,
+    verify_match,
+)
+from flashspec.version import __version__
+
+__all__ = [
+    "AttentionPlan",
+    "Contiguous",
+    "Generation",
+    "LanguageModel",
+    "ModelDrafter",
+    "NgramDrafter",
+    "SamplingParams",
+    "ShallowDrafter",
+    "SoftmaxStats",
+    "__version__",
+    "acceptance_probability",
+    "acceptance_rate",
+    "append",
+    "attention_stats",
+    "cache_bytes",
+    "cached_attention",
+    "decode_attention",
+    "dense_cache",
+    "dot_product_attention",
+    "finalize",
+    "generate",
+    "generate_stream",
+    "init_state",
+    "merge",
+    "merge_across",
+    "merge_axis",
+    "output_law",
+    "paged_cache",
+    "plan_attention",
+    "probabilities",
+    "residual_distribution",
+    "rollback",
+    "round_step",
+    "speculative_trace",
+    "verify_chain",
+    "verify_greedy",
+    "verify_match",
+    "view",
+    "window_cache",
+]

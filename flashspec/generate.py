@@ -1,0 +1,221 @@
+"""Generation: prefill and all rounds as one compiled program, or a stream of what each few rounds committed."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from flashspec.checks import at_least
+from flashspec.language_model import Cache, LanguageModel, Params
+from flashspec.sampling import SamplingParams
+from flashspec.speculative.arguments import DEFAULT_SAMPLING, Call, check_continues, prepare
+from flashspec.speculative.loop import run, split_caches, with_params, with_settings
+from flashspec.speculative.start import begin, has_room, resume
+from flashspec.speculative.state import RUNNING, Processor, State, Totals
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What `generate` returns.
+
+    Args:
+      tokens: [B, P + max_new] int32; row b's new tokens start at prompt_lengths[b]; 0 past `lengths`.
+      lengths: [B] int32, prompt and new tokens, a stop token included.
+      finish_reason: [B] int32: LENGTH = 0 (the budget, or a cache without room), STOP = 1, NONFINITE = 2 (the target's
+        logits hold NaN, +inf, or -inf only), NO_ADMISSIBLE = 3 (nothing may be sampled).
+      logprobs: [B, max_new] float32, of each new token under the target's actual distribution; 0 past the end.
+      info: sums over this call's rounds.
+      state: to continue from.
+    """
+
+    tokens: Array
+    lengths: Array
+    finish_reason: Array
+    logprobs: Array
+    info: Totals
+    state: State
+
+
+class Chunk(NamedTuple):
+    """What a few rounds committed.
+
+    Args:
+      tokens: [B, M] int32, each row's new tokens, then 0.
+      logprobs: [B, M] float32, theirs, then 0.
+      counts: [B] int32, how many there are.
+      finish_reason: [B] int32, as in `Generation`; RUNNING = -1 for a row that goes on.
+    """
+
+    tokens: Array
+    logprobs: Array
+    counts: Array
+    finish_reason: Array
+
+
+def generate(
+    key: Array,
+    target: LanguageModel,
+    target_params: Params,
+    prompt_tokens: Any,
+    prompt_lengths: Any,
+    *,
+    drafter: Any = None,
+    draft_length: int = 4,
+    rule: str = "chain",
+    sampling: SamplingParams = DEFAULT_SAMPLING,
+    draft_sampling: SamplingParams | None = None,
+    processor: Processor | None = None,
+    stop_tokens: Any = (),
+    min_new_tokens: Any = 0,
+    max_new_tokens: int = 128,
+    state: State | None = None,
+) -> Generation:
+    """Sample continuations from the target's own distribution, plainly or by speculative decoding.
+
+    Every emitted token has the law p( . | row so far) of the target under `sampling`, whatever the drafter (eq. 33.13,
+    algorithm 33.2). One compiled program does prefill and all rounds, one dispatch a call. It is kept per target,
+    drafter's structure, draft_length, rule, processor and shapes: new lengths, keys, sampling values and parameters do
+    not compile again. A processor made anew for each call, such as a lambda, does.
+
+    Args:
+      key: a scalar typed key, or keys [B], one per row; with its own key a row draws the same in any batch.
+      target: the model whose distribution is kept.
+      target_params: its parameters.
+      prompt_tokens: [B, P] integers, an array or nested lists; what lies past the lengths is ignored.
+      prompt_lengths: [B] integers in 1..P.
+      drafter: what proposes tokens (`ModelDrafter`, `NgramDrafter`, `ShallowDrafter`, yours); None for plain decoding.
+      draft_length: D, draft tokens in one round, at least 1.
+      rule: "chain" accepts by probability ratios, "match" by equality with the target's own draws, "greedy" by equality
+        with the target's most probable token, for temperature 0.
+      sampling: what the target is sampled with.
+      draft_sampling: what the drafter is sampled with; `sampling` when None. It changes the acceptance, not the law.
+      processor: (logits [B, V], tokens [B, L], lengths [B]) -> logits [B, V], pure and the same function every call,
+        applied at every draft and target position; tokens[b, : lengths[b]] is the prefix that logits[b] condition on.
+      stop_tokens: ids, a sequence or an array; each ends its row at once, and is part of it.
+      min_new_tokens: scalar or [B]; the first so many new tokens are no stop tokens.
+      max_new_tokens: how many tokens a row may get.
+      state: the `state` of an earlier result, whose rows begin with this prompt. They go on from their last token to
+        prompt_lengths + max_new_tokens, under this call's settings: either pass the same prompt and more
+        max_new_tokens, or the earlier tokens and lengths as the prompt. Its caches are taken over (donated), so that it
+        can be used once; caches with too little room are filled anew (`init_state` with more max_new_tokens makes
+        room for several calls). Rows that ended other than by length stay ended.
+
+    Returns:
+      The generation.
+
+    Raises:
+      ValueError: an argument that does not fit; what can be known before compute is.
+
+    Source: chapter 33.5, 33.6; Leviathan, Kalman and Matias 2022.
+    """
+    call = prepare(
+        key,
+        target,
+        target_params,
+        prompt_tokens,
+        prompt_lengths,
+        drafter=drafter,
+        draft_length=draft_length,
+        rule=rule,
+        sampling=sampling,
+        draft_sampling=draft_sampling,
+        processor=processor,
+        stop_tokens=stop_tokens,
+        min_new_tokens=min_new_tokens,
+        max_new_tokens=max_new_tokens,
+    )
+    generation = _generate(call, *_former(call, state))
+    return dataclasses.replace(generation, state=with_params(generation.state, target_params, drafter))
+
+
+def generate_stream(
+    key: Array,
+    target: LanguageModel,
+    target_params: Params,
+    prompt_tokens: Any,
+    prompt_lengths: Any,
+    *,
+    rounds: int = 4,
+    **options: Any,
+) -> Iterator[Chunk]:
+    """The tokens of `generate` as they come, one dispatch every few rounds.
+
+    Args:
+      key: as in `generate`.
+      target: as in `generate`.
+      target_params: as in `generate`.
+      prompt_tokens: [B, P], as in `generate`.
+      prompt_lengths: [B], as in `generate`.
+      rounds: rounds between two yields; the host reads once per yield whether all rows are finished.
+      **options: the other options of `generate`.
+
+    Yields:
+      What was committed since the last chunk; concatenated row by row, the new tokens of `generate` with the same
+      arguments.
+
+    Raises:
+      ValueError: as in `generate`, when the first chunk is asked for.
+    """
+    at_least("rounds", rounds, 1)
+    former = options.pop("state", None)
+    call = prepare(key, target, target_params, prompt_tokens, prompt_lengths, **options)
+    state, running = with_params(_open(call, *_former(call, former)), target_params, call.drafter), True
+    while running:
+        advanced, chunk = _advance(*split_caches(state), rounds)
+        state = with_settings(advanced, state.settings)
+        running = jax.device_get(chunk.finish_reason == RUNNING).any()
+        yield chunk
+
+
+def _former(call: Call, state: State | None) -> tuple[State | None, tuple[Cache, Cache] | None]:
+    """The rows to continue, and their caches if these still serve."""
+    if state is None:
+        return None, None
+    check_continues(call, state)
+    rest, caches = split_caches(state)
+    return with_settings(rest, None), caches if has_room(call, state) else None
+
+
+def _first(call: Call, former: State | None, caches: tuple[Cache, Cache] | None) -> State:
+    return begin(call) if former is None else resume(call, former, caches)
+
+
+@functools.partial(jax.jit, donate_argnames="caches")
+def _generate(call: Call, former: State | None, caches: tuple[Cache, Cache] | None) -> Generation:
+    state = run(_first(call, former, caches))
+    columns = call.prompt_lengths[:, None] + jnp.arange(call.max_new_tokens, dtype=jnp.int32)[None, :]
+    return Generation(
+        tokens=state.tokens[:, : call.prompt_tokens.shape[1] + call.max_new_tokens],
+        lengths=state.lengths,
+        finish_reason=state.finish_reason,
+        logprobs=jnp.take_along_axis(state.logprobs, columns, axis=1),
+        info=state.totals,
+        state=with_params(state, None, None),
+    )
+
+
+@functools.partial(jax.jit, donate_argnames="caches")
+def _open(call: Call, former: State | None, caches: tuple[Cache, Cache] | None) -> State:
+    return with_params(_first(call, former, caches), None, None)
+
+
+@functools.partial(jax.jit, static_argnames="rounds", donate_argnames="caches")
+def _advance(rest: State, caches: tuple[Cache, Cache], rounds: int) -> tuple[State, Chunk]:
+    state = run(dataclasses.replace(rest, target_cache=caches[0], draft_cache=caches[1]), max_rounds=rounds)
+    before = rest.lengths
+    room, most = state.tokens.shape[1], rounds * (state.settings.draft_length + 1)
+    columns = before[:, None] + jnp.arange(min(most, room), dtype=jnp.int32)[None, :]
+    new, columns = columns < state.lengths[:, None], jnp.minimum(columns, room - 1)
+    tokens, logprobs = (jnp.take_along_axis(array, columns, axis=1) for array in (state.tokens, state.logprobs))
+    chunk = Chunk(
+        tokens=jnp.where(new, tokens, 0),
+        logprobs=jnp.where(new, logprobs, 0.0),
+        counts=state.lengths - before,
+        finish_reason=state.finish_reason,
+    )
+    return with_settings(state, None), chunk

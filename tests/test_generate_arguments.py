@@ -1,0 +1,71 @@
+"""Arguments of `generate` that do not fit: a ValueError that names the argument, before any compute."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from flashspec.generate import generate
+from flashspec.sampling import SamplingParams
+from flashspec.speculative.drafters import ShallowDrafter
+from flashspec.speculative.start import init_state
+from tests.speculative import toys
+
+PROMPT, LENGTHS = jnp.array([[0, 1, 2, 0], [1, 1, 0, 0]], jnp.int32), jnp.array([4, 2], jnp.int32)
+OWN = toys.model()
+KEY = jax.random.key(5)
+
+BAD = [
+    ({"prompt_lengths": jnp.array([4, 0])}, "`prompt_lengths`: expected at least one token in each prompt"),
+    ({"prompt_lengths": jnp.array([5, 1])}, "`prompt_lengths`: expected at most the 4 columns"),
+    ({"prompt_lengths": jnp.array([4])}, "`prompt_lengths`: expected shape"),
+    ({"prompt_lengths": jnp.array([4.0, 2.0])}, "`prompt_lengths`: expected an integer dtype"),
+    ({"prompt_tokens": jnp.zeros((2, 0), jnp.int32)}, "`prompt_tokens`: expected at least one row"),
+    ({"prompt_tokens": jnp.full((2, 4), 3)}, "`prompt_tokens`: expected ids in 0..2"),
+    ({"prompt_tokens": jnp.full((2, 4), -1)}, "`prompt_tokens`: expected ids in 0..2"),
+    ({"key": jnp.zeros(2, jnp.uint32)}, "`key`: expected a typed key"),
+    ({"key": jax.random.split(jax.random.key(0), 3)}, "`key`: expected a scalar key or one key a row"),
+    ({"target": dataclasses.replace(OWN, vocab_size=4)}, "`model.apply`: expected logits of shape"),
+    ({"draft_length": 0}, "`draft_length`: expected an integer of at least 1"),
+    ({"max_new_tokens": 0}, "`max_new_tokens`: expected an integer of at least 1"),
+    ({"min_new_tokens": 9}, "`min_new_tokens`: expected counts in 0..max_new_tokens = 8"),
+    ({"min_new_tokens": -1}, "`min_new_tokens`: expected counts in 0..max_new_tokens = 8"),
+    ({"stop_tokens": (3,)}, "`stop_tokens`: expected ids in 0..2"),
+    ({"rule": "typical"}, "`rule`: expected one of 'chain', 'match', 'greedy'"),
+    ({"rule": "greedy"}, "`rule`: expected 'chain' or 'match' where a temperature is above 0"),
+    ({"rule": "greedy", "sampling": SamplingParams(temperature=jnp.array([0.0, 1.0]))}, "`rule`"),
+    ({"sampling": SamplingParams(temperature=-1.0)}, "`temperature`"),
+    ({"draft_sampling": SamplingParams(top_p=0.0)}, "`top_p`"),
+    ({"sampling": SamplingParams(logit_bias=jnp.zeros(4))}, "`logit_bias`"),
+    ({"drafter": "small"}, "`drafter`: expected an object with the methods"),
+    (
+        {"drafter": ShallowDrafter(toys.model(vocab=5), toys.table(2, vocab=5))},
+        "`drafter`: expected the target's vocabulary",
+    ),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), BAD)
+def test_bad_input_is_named_before_any_compute(wrong: dict[str, Any], message: str) -> None:
+    prompt = {"prompt_tokens": PROMPT, "prompt_lengths": LENGTHS}
+    good = {"key": KEY, "target": OWN, "target_params": toys.table(1), **prompt, "max_new_tokens": 8}
+    generate(**good)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        generate(**{**good, **wrong})
+
+
+def test_a_state_that_is_not_the_prompt_s_is_refused() -> None:
+    state = init_state(KEY, OWN, toys.table(1), PROMPT, LENGTHS, max_new_tokens=8)
+
+    def resume(tokens: jax.Array, lengths: jax.Array) -> None:
+        generate(KEY, OWN, toys.table(1), tokens, lengths, max_new_tokens=8, state=state)
+
+    with pytest.raises(ValueError, match="`state`: expected the prompt's batch of 1, got 2"):
+        resume(PROMPT[:1], LENGTHS[:1])
+    with pytest.raises(ValueError, match="`prompt_tokens`: expected how the state's rows begin"):
+        resume(PROMPT.at[0, 0].set(1), LENGTHS)
+    with pytest.raises(ValueError, match="`prompt_lengths`: expected at most the lengths of the state's rows"):
+        resume(PROMPT, jnp.array([4, 3], jnp.int32))
