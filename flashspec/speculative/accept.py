@@ -245,7 +245,7 @@ def _at(probs: Float[Array, "D V"], tokens: Int[Array, " D"]) -> Float[Array, " 
 
 def _check_drafts(draft_tokens: Array, target_probs: Array) -> dict[str, int]:
     sizes = checks.shape("draft_tokens", draft_tokens, "B D")
-    sizes[" D+1"] = sizes[" D"] + 1
+    sizes["D+1"] = sizes["D"] + 1
     checks.integer("draft_tokens", draft_tokens)
     checks.floating("target_probs", target_probs)
     return checks.shape("target_probs", target_probs, "B D+1 V", sizes)

@@ -1,0 +1,131 @@
+"""The decoder as generation sees it: a `LanguageModel` over a parameter tree, with a cache of one of three kinds."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from flashspec.attention.decode import cached_attention
+from flashspec.cache import Cache, dense_cache, paged_cache, window_cache
+from flashspec.checks import at_least, fail, one_of
+from flashspec.language_model import LanguageModel, Params
+from flashspec.models.config import DecoderConfig
+from flashspec.models.decoder import merge
+
+CACHES = ("dense", "window", "paged")
+PREFILL_CHUNK = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class _Functions:
+    """The pure functions of one `LanguageModel`, and the choices that they close over."""
+
+    config: DecoderConfig
+    dtype: Any
+    cache: str
+    draft_length: int
+    page_size: int
+    attention: Callable[..., jax.Array]
+    precision: str | None
+
+    @property
+    def left(self) -> int:
+        """How far back the model's own window reaches."""
+        return self.config.window[0] if self.config.window else 0
+
+    @property
+    def chunk(self) -> int:
+        """Most tokens that one prefill forward appends to a window cache."""
+        return max(self.draft_length + 1, min(PREFILL_CHUNK, self.left + 1))
+
+    def apply(self, params: Params, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        decoder = merge(self.config, params, self.precision)
+        hidden, cache = decoder.step(tokens, cache, attention=self.attention)
+        return decoder.logits(hidden), cache
+
+    def prefill(self, params: Params, tokens: jax.Array, num_valid: jax.Array, cache: Cache) -> Cache:
+        decoder = merge(self.config, params, self.precision)
+        chunk = self.chunk if self.cache == "window" else max(tokens.shape[1], 1)
+        for start in range(0, tokens.shape[1], chunk):
+            part = tokens[:, start : start + chunk]
+            valid = jnp.clip(num_valid - start, 0, part.shape[1])
+            _, cache = decoder.step(part, cache, attention=self.attention, num_valid=valid)
+        return cache
+
+    def init_cache(self, batch: int, capacity: int) -> Cache:
+        sizes = {"K": self.config.num_kv_heads, "H": self.config.head_dim, "dtype": self.dtype}
+        layers = self.config.num_layers
+        if self.cache == "window":
+            return window_cache(self.left, self.draft_length, layers, batch, slots=self.left + self.chunk, **sizes)
+        if self.cache == "paged":
+            pages = -(-capacity // self.page_size)
+            return paged_cache(self.page_size, batch * pages, layers, batch, capacity=capacity, **sizes)
+        return dense_cache(layers, batch, capacity, **sizes)
+
+
+@functools.cache
+def as_language_model(
+    config: DecoderConfig,
+    dtype: Any = jnp.float32,
+    *,
+    cache: str = "dense",
+    draft_length: int = 15,
+    page_size: int = 64,
+    attention: Callable[..., jax.Array] = cached_attention,
+    precision: str | None = None,
+) -> LanguageModel:
+    """A decoder as generation sees it; its parameters are those of `load`, or `nnx.state(decoder, nnx.Param)`.
+
+    Equal arguments give the same object, so programs compiled for a model are found again.
+
+    Args:
+      config: the decoder's shape.
+      dtype: of the parameters that will be passed, and so of the cache.
+      cache: "dense"; "window", a ring buffer, for a model that has a window of its own; or "paged".
+      draft_length: the longest draft D that a window cache must be able to take back.
+      page_size: positions in a page of a paged cache; each row gets pages for its whole capacity.
+      attention: called as `cached_attention(query, view, q_lengths=num_valid, window=window)`.
+      precision: of matrix products; None is "highest" for float32 and float64.
+
+    Returns:
+      A `LanguageModel` with logits [B,T,V] in float32 or better. Its prefill skips the head, and goes in chunks where a
+      window cache needs it.
+
+    Raises:
+      ValueError: an unknown cache, or a window cache for a model without a window, which would change its results.
+    """
+    one_of("cache", cache, CACHES)
+    if cache == "window" and config.window is None:
+        raise fail("cache", "'dense' or 'paged' for a model that attends to its whole prefix", repr(cache))
+    at_least("draft_length", draft_length, 0)
+    at_least("page_size", page_size, 1)
+    own = _Functions(config, jnp.dtype(dtype), cache, draft_length, page_size, attention, precision)
+    return LanguageModel(own.apply, own.init_cache, config.vocab_size, own.prefill)
+
+
+def shallow(config: DecoderConfig, params: Params, layers: int) -> tuple[DecoderConfig, Params]:
+    """The model's first `layers` layers with its own embeddings, norm and head: a draft that needs no training.
+
+    Args:
+      config: the decoder's shape.
+      params: its parameters; the result shares their arrays.
+      layers: how many to keep, from 1 to all.
+
+    Returns:
+      (config, params) for `as_language_model` and a `ShallowDrafter`.
+
+    Raises:
+      ValueError: `layers` is out of range.
+    """
+    if at_least("layers", layers, 1) > config.num_layers:
+        raise fail("layers", f"at most {config.num_layers}, the model's own", layers)
+
+    def is_kept(path: tuple[Any, ...]) -> bool:
+        return path[0] != "layers" or path[1] < layers
+
+    kept = [(path, leaf) for path, leaf in nnx.to_flat_state(params) if is_kept(path)]
+    return dataclasses.replace(config, num_layers=layers), nnx.from_flat_state(kept)

@@ -1,0 +1,146 @@
+"""Named tensors in safetensors files: where each lies, whether it is whole, and reading them one at a time.
+
+The format is eight bytes of header length, a JSON header, then raw little-endian numbers; nothing in it is executed.
+The header is read here, not by the library, because a file that was cut short must be able to say what it lost.
+Source: https://github.com/huggingface/safetensors, "Format".
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import safetensors.numpy
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000
+DTYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a file: its dtype's code, its shape, and the bytes [start, stop) that hold it."""
+
+    file: Path
+    code: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    def read(self) -> np.ndarray:
+        """The tensor, in the dtype in which it is stored."""
+        count = math.prod(self.shape)
+        return np.fromfile(self.file, DTYPES[self.code], count=count, offset=self.start).reshape(self.shape)
+
+
+def locate(directory: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint directory, single-file or sharded, checked to be whole.
+
+    Raises:
+      ValueError: there is no checkpoint, a shard is missing, or a file is malformed or cut short; names the file and
+        lists the tensors concerned with their shapes.
+    """
+    if (directory / INDEX).is_file():
+        return _locate_shards(directory)
+    if not (directory / SINGLE).is_file():
+        found = ", ".join(sorted(path.name for path in directory.iterdir())) or "no files"
+        raise ValueError(f"{directory}: expected {SINGLE} or {INDEX}, found {found}")
+    return read_header(directory / SINGLE)
+
+
+def _locate_shards(directory: Path) -> dict[str, StoredTensor]:
+    index = directory / INDEX
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise ValueError(f"{index}: expected a 'weight_map' from tensor names to file names")
+    shards = sorted(set(places.values()))
+    outside = [name for name in shards if Path(name).name != name]
+    if outside:
+        raise ValueError(f"{index}: expected files in the same folder, got {', '.join(outside)}")
+    missing = [name for name in shards if not (directory / name).is_file()]
+    if missing:
+        raise ValueError(f"{directory}: missing shards {', '.join(missing)} (named in {INDEX})")
+    headers = {name: read_header(directory / name) for name in shards}
+    absent = [f"{tensor} ({file})" for tensor, file in places.items() if tensor not in headers[file]]
+    if absent:
+        raise ValueError(f"{directory}: shards lack tensors that {INDEX} places in them: {', '.join(absent)}")
+    return {tensor: headers[file][tensor] for tensor, file in places.items()}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+      ValueError: the file is missing or holds anything else; names it.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: expected a JSON object: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(values).__name__}")
+    return values
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors that a safetensors file declares, checked against the bytes that it has.
+
+    Raises:
+      ValueError: the header is malformed, or tensors are cut short; names the file, the tensors and their shapes.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise ValueError(f"{path}: cut short or no safetensors file: {size} bytes cannot hold the header")
+        try:
+            entries = json.loads(file.read(length))
+            tensors = {
+                name: _entry(path, entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"
+            }
+        except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: malformed safetensors header: {error}") from error
+    short = [f"{name} {list(tensor.shape)}" for name, tensor in tensors.items() if tensor.stop > size]
+    if short:
+        need = max(tensor.stop for tensor in tensors.values())
+        raise ValueError(f"{path}: cut short ({size} of {need} bytes); incomplete tensors: {', '.join(short)}")
+    return tensors
+
+
+def _entry(path: Path, entry: Mapping[str, Any], origin: int) -> StoredTensor:
+    code, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    if code not in DTYPES:
+        raise ValueError(f"expected a dtype of {', '.join(DTYPES)}, got {code}")
+    if not all(isinstance(size, int) and size >= 0 for size in (*shape, start, stop)):
+        raise ValueError(f"expected non-negative integers, got shape {list(shape)} at [{start}, {stop})")
+    if stop - start != math.prod(shape) * np.dtype(DTYPES[code]).itemsize:
+        raise ValueError(f"{stop - start} bytes cannot be a {code} tensor of shape {list(shape)}")
+    return StoredTensor(path, code, shape, origin + start, origin + stop)
+
+
+def write(directory: Path, tensors: Mapping[str, np.ndarray], max_shard_bytes: int) -> None:
+    """Write tensors to one file, or to shards with an index where they exceed `max_shard_bytes`."""
+    shards: list[dict[str, np.ndarray]] = [{}]
+    filled = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + tensor.nbytes > max_shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = np.ascontiguousarray(tensor)
+        filled += tensor.nbytes
+    if len(shards) == 1:
+        safetensors.numpy.save_file(shards[0], directory / SINGLE, metadata={"format": "pt"})
+        return
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        safetensors.numpy.save_file(shard, directory / name, metadata={"format": "pt"})
+        places |= dict.fromkeys(shard, name)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,223 @@
+"""Checkpoint directories: round trips, Hugging Face's names and layout, and files that are wrong."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from flashspec import models
+from flashspec.models import tensor_files
+from tests.models.examples import CONFIGS, example
+from tests.models.test_tokenizer import tiny_tokenizer
+
+
+def assert_same(left: Any, right: Any) -> None:
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 3000])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_round_trip(name: str, shard_bytes: int, tmp_path: Path) -> None:
+    config, params = example(name)
+    models.save(tmp_path, config, params, max_shard_bytes=shard_bytes)
+    loaded = models.load(tmp_path)
+    assert loaded.config == config
+    assert loaded.tokenizer is None
+    assert_same(loaded.params, params)
+    assert (tmp_path / tensor_files.INDEX).exists() == (shard_bytes == 3000)
+
+
+def test_saving_again_leaves_no_old_shards(tmp_path: Path) -> None:
+    config, params = example("llama")
+    models.save(tmp_path, config, params, max_shard_bytes=3000)
+    models.save(tmp_path, config, params)
+    assert [path.name for path in tmp_path.glob("*.safetensors*")] == [tensor_files.SINGLE]
+
+
+def test_layout_is_hugging_face_s(tmp_path: Path) -> None:
+    config, params = example("qwen3")
+    models.save(tmp_path, config, params)
+    tensors = safetensors.numpy.load_file(tmp_path / tensor_files.SINGLE)
+    assert tensors["model.embed_tokens.weight"].shape == (37, 16)
+    assert tensors["model.layers.0.self_attn.q_proj.weight"].shape == (4 * 8, 16)
+    assert tensors["model.layers.0.self_attn.k_proj.weight"].shape == (2 * 8, 16)
+    assert tensors["model.layers.1.self_attn.o_proj.weight"].shape == (16, 4 * 8)
+    assert tensors["model.layers.1.self_attn.k_norm.weight"].shape == (8,)
+    assert tensors["model.layers.1.mlp.down_proj.weight"].shape == (16, 24)
+    assert "lm_head.weight" not in tensors
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_dtypes(dtype: Any, tmp_path: Path) -> None:
+    config, params = example("llama")
+    models.save(tmp_path, config, params, dtype=dtype)
+    narrow = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    assert_same(models.load(tmp_path).params, narrow)
+    assert_same(
+        models.load(tmp_path, dtype=jnp.float32).params, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow)
+    )
+
+
+def test_tokenizer_travels_along(tmp_path: Path) -> None:
+    config, params = example("llama")
+    models.save(tmp_path, config, params, tiny_tokenizer(37))
+    loaded = models.load(tmp_path)
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer.size == 37
+
+
+def test_another_model_s_tokenizer_is_refused(tmp_path: Path) -> None:
+    config, params = example("llama")
+    models.save(tmp_path, config, params, tiny_tokenizer(38))
+    with pytest.raises(ValueError, match="`tokenizer`: expected ids that match the model's vocabulary of 37, got 38"):
+        models.load(tmp_path)
+
+
+def test_computed_and_tied_extras_are_ignored(tmp_path: Path) -> None:
+    config, params = example("qwen3")
+    models.save(tmp_path, config, params)
+    edit(tmp_path, {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)})
+    edit(tmp_path, {"lm_head.weight": np.ones((37, 16), np.float32)})
+    assert_same(models.load(tmp_path).params, params)
+
+
+def edit(directory: Path, changes: dict[str, np.ndarray | None]) -> None:
+    """Replace, add or (None) remove tensors of a single-file checkpoint."""
+    path = directory / tensor_files.SINGLE
+    tensors = safetensors.numpy.load_file(path) | changes
+    safetensors.numpy.save_file({name: array for name, array in tensors.items() if array is not None}, path)
+
+
+def test_every_wrong_tensor_is_listed_at_once(tmp_path: Path) -> None:
+    config, params = example("llama")
+    models.save(tmp_path, config, params)
+    edit(
+        tmp_path,
+        {
+            "model.norm.weight": None,
+            "lm_head.weight": np.zeros((36, 16), np.float32),
+            "model.layers.0.self_attn.q_proj.bias": np.zeros(32, np.float32),
+        },
+    )
+    with pytest.raises(ValueError, match=r"tensors do not match config\.json") as error:
+        models.load(tmp_path)
+    message = str(error.value)
+    assert str(tmp_path) in message
+    assert "missing model.norm.weight [16]" in message
+    assert "lm_head.weight: expected [37, 16], got [36, 16] in model.safetensors" in message
+    assert "unexpected model.layers.0.self_attn.q_proj.bias [32]" in message
+
+
+def cut_short(directory: Path) -> None:
+    path = directory / tensor_files.SINGLE
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def cut_in_the_header(directory: Path) -> None:
+    path = directory / tensor_files.SINGLE
+    path.write_bytes(path.read_bytes()[:50])
+
+
+def empty(directory: Path) -> None:
+    (directory / tensor_files.SINGLE).write_bytes(b"")
+
+
+def garbled_header(directory: Path) -> None:
+    path = directory / tensor_files.SINGLE
+    path.write_bytes((20).to_bytes(8, "little") + b"{" * 20)
+
+
+def lying_sizes(directory: Path) -> None:
+    header = json.dumps({"x": {"dtype": "F32", "shape": [5], "data_offsets": [0, 4]}}).encode()
+    path = directory / tensor_files.SINGLE
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
+
+
+def unknown_dtype(directory: Path) -> None:
+    header = json.dumps({"x": {"dtype": "I8", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    path = directory / tensor_files.SINGLE
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
+
+
+def no_weights(directory: Path) -> None:
+    (directory / tensor_files.SINGLE).unlink()
+
+
+def no_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+
+
+def config_is_a_list(directory: Path) -> None:
+    (directory / "config.json").write_text("[1]")
+
+
+def bad_tokenizer(directory: Path) -> None:
+    (directory / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut_short, r"model.safetensors: cut short \(\d+ of \d+ bytes\); incomplete tensors: \S+ \[\d+"),
+        (cut_in_the_header, "model.safetensors: cut short or no safetensors file"),
+        (empty, "model.safetensors: cut short or no safetensors file: 0 bytes"),
+        (garbled_header, "model.safetensors: malformed safetensors header"),
+        (lying_sizes, r"4 bytes cannot be a F32 tensor of shape \[5\]"),
+        (unknown_dtype, "expected a dtype of F64, F32, F16, BF16, got I8"),
+        (no_weights, "expected model.safetensors or model.safetensors.index.json, found config.json"),
+        (no_config, "config.json: expected a JSON object"),
+        (config_is_a_list, "config.json: expected a JSON object, got list"),
+        (bad_tokenizer, "tokenizer.json: not a tokenizer.json"),
+    ],
+)
+def test_a_damaged_directory_is_refused(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+    config, params = example("llama")
+    models.save(tmp_path, config, params)
+    models.load(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        models.load(tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    config, params = example("llama")
+    models.save(tmp_path, config, params, max_shard_bytes=3000)
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"missing shards {shard.name}"):
+        models.load(tmp_path)
+
+
+def test_a_shard_without_its_tensor_is_named(tmp_path: Path) -> None:
+    config, params = example("llama")
+    models.save(tmp_path, config, params, max_shard_bytes=3000)
+    path = tmp_path / tensor_files.INDEX
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = index["weight_map"]["model.embed_tokens.weight"]
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"shards lack tensors .* model\.norm\.weight"):
+        models.load(tmp_path)
+
+
+def test_an_index_may_not_reach_outside(tmp_path: Path) -> None:
+    config, params = example("llama")
+    models.save(tmp_path, config, params, max_shard_bytes=3000)
+    path = tmp_path / tensor_files.INDEX
+    path.write_text(path.read_text().replace("model-00001", "../model-00001"))
+    with pytest.raises(ValueError, match="same folder"):
+        models.load(tmp_path)
+
+
+def test_no_such_directory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a checkpoint directory"):
+        models.load(tmp_path / "nowhere")

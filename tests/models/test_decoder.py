@@ -1,0 +1,91 @@
+"""The full forward against numpy, for every family, and against what it must not be."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flashspec import models
+from flashspec.attention import dot_product_attention
+from tests.models import oracle
+from tests.models.examples import CONFIGS, assert_close, example, stored
+
+TOKENS = np.random.default_rng(0).integers(0, 37, (2, 9)).astype(np.int32)
+
+
+def full(name: str, **options: jax.Array) -> jax.Array:
+    config, params = example(name)
+    return models.merge(config, params)(jnp.asarray(TOKENS), attention=dot_product_attention, **options)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_forward_is_the_oracle(name: str, tmp_path: Path) -> None:
+    config, params = example(name)
+    tensors = stored(tmp_path, config, params)
+    got = full(name)
+    assert got.dtype == jnp.float32
+    for row, tokens in zip(got, TOKENS, strict=True):
+        assert_close(row, oracle.logits(config, tensors, tokens))
+
+
+@pytest.mark.parametrize("wrong", oracle.WRONG)
+def test_a_planted_bug_is_seen(wrong: str, tmp_path: Path) -> None:
+    config, params = example("llama")
+    tensors = stored(tmp_path, config, params)
+    with pytest.raises(AssertionError):
+        assert_close(full("llama")[0], oracle.logits(config, tensors, TOKENS[0], wrong))
+
+
+def test_query_and_key_norms_matter(tmp_path: Path) -> None:
+    config, params = example("qwen3")
+    tensors = stored(tmp_path, config, params)
+    plain = {name: np.ones_like(array) if "q_norm" in name else array for name, array in tensors.items()}
+    with pytest.raises(AssertionError):
+        assert_close(full("qwen3")[0], oracle.logits(config, plain, TOKENS[0]))
+
+
+def test_logits_depend_on_differences_of_positions_only() -> None:
+    shifted = jnp.arange(9, dtype=jnp.int32)[None, :] + jnp.array([[5], [1000]], jnp.int32)
+    assert_close(full("llama", positions=shifted), full("llama"), 5e-4)
+
+
+def test_positions_with_gaps_are_not_slots() -> None:
+    gaps = jnp.broadcast_to(2 * jnp.arange(9, dtype=jnp.int32)[None, :], TOKENS.shape)
+    with pytest.raises(AssertionError):
+        assert_close(full("llama", positions=gaps), full("llama"), 5e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_number_of_parameters(name: str) -> None:
+    config, params = example(name)
+    assert config.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def test_bfloat16_keeps_norms_and_logits_in_float32() -> None:
+    config, params = example("qwen3")
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    got = models.merge(config, params)(jnp.asarray(TOKENS), attention=dot_product_attention)
+    assert got.dtype == jnp.float32
+    assert_close(got, full("qwen3"), 0.1)
+    # The head's products are summed and kept in float32: some logits are no bfloat16 numbers.
+    assert (np.asarray(got) != np.asarray(got.astype(jnp.bfloat16).astype(jnp.float32))).any()
+
+
+def test_gradients_reach_every_parameter() -> None:
+    config, params = example("qwen3")
+
+    def loss(params: object) -> jax.Array:
+        decoder = models.merge(config, params)  # type: ignore[arg-type]
+        return jnp.square(decoder(jnp.asarray(TOKENS), attention=dot_product_attention)).sum()
+
+    assert all(np.abs(np.asarray(leaf)).max() > 0 for leaf in jax.tree.leaves(jax.grad(loss)(params)))
+
+
+def test_what_branches_add_passes_through_drop() -> None:
+    config, params = example("llama")
+    decoder = models.merge(config, params)
+    nothing = decoder(jnp.asarray(TOKENS), attention=dot_product_attention, drop=jnp.zeros_like)
+    rows = jnp.take(decoder.embed[...], jnp.asarray(TOKENS), axis=0)
+    assert_close(nothing, decoder.logits(decoder.norm(rows)))

@@ -1,0 +1,103 @@
+"""The decoder in the generation loop: identity of equal models, no retrace, shallow models, wrong choices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flashspec import models
+from tests.models.examples import assert_close, example
+
+TOKENS = jnp.asarray(np.random.default_rng(2).integers(0, 37, (2, 4)), jnp.int32)
+
+
+def test_equal_descriptions_are_one_model() -> None:
+    config, _ = example("llama")
+    again = models.DecoderConfig.from_hf(config.to_hf())
+    assert models.as_language_model(config) is models.as_language_model(again)
+    assert models.as_language_model(config) != models.as_language_model(config, cache="paged")
+
+
+def test_no_retrace_for_other_parameters_and_lengths() -> None:
+    config, params = example("llama")
+    model, traces = models.as_language_model(config), 0
+
+    @jax.jit
+    def step(params: object, tokens: jax.Array, cache: object) -> object:
+        nonlocal traces
+        traces += 1
+        return model.apply(params, tokens, cache)
+
+    cache = model.init_cache(2, 12)
+    for scale in (1.0, 2.0):
+        _, cache = step(jax.tree.map(lambda leaf: leaf * scale, params), TOKENS, cache)  # noqa: B023
+    assert traces == 1
+
+
+def test_the_cache_has_the_model_s_shape_and_dtype() -> None:
+    config, _ = example("llama tied, one kv head")
+    cache = models.as_language_model(config, jnp.bfloat16).init_cache(3, 10)
+    assert [key.shape for key in cache.key] == [(3, 10, 1, 8)] * config.num_layers
+    assert cache.key[0].dtype == jnp.bfloat16
+
+
+def test_prefill_computes_no_logits() -> None:
+    config, params = example("llama")
+    model = models.as_language_model(config)
+    assert model.prefill is not None
+    arguments = params, TOKENS, jnp.array([4, 2], jnp.int32), model.init_cache(2, 8)
+    assert f"[2,4,{config.vocab_size}]" not in str(jax.make_jaxpr(model.prefill)(*arguments))
+    assert f"[2,4,{config.vocab_size}]" in str(jax.make_jaxpr(model.apply)(params, TOKENS, arguments[3]))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama tied, one kv head"])
+def test_a_shallow_model_is_the_first_layers(name: str) -> None:
+    config, params = example(name)
+    small, shared = models.shallow(config, params, 1)
+    assert small.num_layers == 1
+    assert shared["head"][...] is params["head"][...]
+    logits, _ = models.as_language_model(small).apply(shared, TOKENS, models.as_language_model(small).init_cache(2, 8))
+    decoder = models.merge(config, params)
+    decoder.layers = decoder.layers[:1]
+    hidden, _ = decoder.step(
+        TOKENS, models.as_language_model(small).init_cache(2, 8), attention=models.language_model.cached_attention
+    )
+    assert_close(logits, decoder.logits(hidden))
+    whole, _ = models.as_language_model(config).apply(params, TOKENS, models.as_language_model(config).init_cache(2, 8))
+    with pytest.raises(AssertionError):
+        assert_close(logits, whole)
+
+
+def test_all_layers_are_the_model_itself() -> None:
+    config, params = example("qwen3")
+    same, shared = models.shallow(config, params, config.num_layers)
+    assert same == config
+    assert jax.tree.structure(shared) == jax.tree.structure(params)
+
+
+@pytest.mark.parametrize("layers", [0, 3])
+def test_a_number_of_layers_that_there_is_not(layers: int) -> None:
+    config, params = example("llama")
+    with pytest.raises(ValueError, match="layers"):
+        models.shallow(config, params, layers)
+
+
+def test_a_window_cache_needs_a_model_with_a_window() -> None:
+    with pytest.raises(ValueError, match="whole prefix"):
+        models.as_language_model(example("llama")[0], cache="window")
+    with pytest.raises(ValueError, match="'dense', 'window', 'paged'"):
+        models.as_language_model(example("llama")[0], cache="ring")
+
+
+def test_parameters_of_another_dtype_are_refused() -> None:
+    config, params = example("llama")
+    model = models.as_language_model(config, jnp.bfloat16)
+    with pytest.raises(ValueError, match="dtype bfloat16"):
+        model.apply(params, TOKENS, model.init_cache(2, 8))
+
+
+def test_tokens_of_the_wrong_rank_are_refused() -> None:
+    config, params = example("llama")
+    model = models.as_language_model(config)
+    with pytest.raises(ValueError, match="`tokens`"):
+        model.apply(params, TOKENS[0], model.init_cache(1, 8))
