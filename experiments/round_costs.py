@@ -1,0 +1,142 @@
+"""What the parts of a speculative round cost, each timed as a compiled loop of its own: the symbols of eq. 33.15."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from flashspec.language_model import Cache, LanguageModel, Params
+from flashspec.measure import HOST, compile_call, time_call
+from flashspec.sampling import SamplingParams
+from flashspec.speculative import ModelDrafter, init_state, run
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """At which sizes the parts are timed.
+
+    Attributes:
+      batch: rows, B.
+      capacity: positions that the caches have room for; a forward reads all of them.
+      steps: iterations of each timed loop.
+      repeats: timed calls of each loop; the median counts.
+    """
+
+    batch: int
+    capacity: int
+    steps: int = 32
+    repeats: int = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Seconds of one round's parts.
+
+    Attributes:
+      draft_step: c_d, one forward of the draft over one token.
+      verify: c_v(D), the target's forward over D + 1 tokens.
+      management: c_m, drawing, verifying and committing: a round of models that cost nothing.
+      round: a whole round, in a loop like that of generation.
+    """
+
+    draft_step: float
+    verify: float
+    management: float
+    round: float
+
+    def overhead(self, draft_length: int) -> float:
+        """(round - (D + 1) c_d - c_v) / round: the share of a round that is spent outside of the models."""
+        return (self.round - (draft_length + 1) * self.draft_step - self.verify) / self.round
+
+
+def forward_seconds(model: LanguageModel, params: Params, width: int, shape: Shape) -> float:
+    """Seconds of one forward over `width` tokens, against a cache that is half full."""
+
+    def loop(params: Params, cache: Cache, tokens: Array) -> tuple[Array, Cache]:
+        length = jnp.full(shape.batch, shape.capacity // 2, jnp.int32)
+
+        def step(_: int, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
+            logits, cache = model.logits(params, *carry)
+            # The next tokens depend on all logits of this step, so that no step can be hoisted or thinned out.
+            bits = lax.bitcast_convert_type(jnp.max(logits, axis=-1), jnp.int32)
+            return (bits & 0x7FFFFFFF) % model.vocab_size, model.rollback(cache, length)
+
+        return lax.fori_loop(0, shape.steps, step, (tokens, cache))
+
+    tokens = jnp.ones((shape.batch, width), jnp.int32)
+    return _seconds(loop, shape, params, half_full(model, shape), tokens)
+
+
+def half_full(model: LanguageModel, shape: Shape) -> Cache:
+    """An empty cache that says it holds capacity / 2 positions: zeros cost as much to read as anything."""
+    cache = model.init_cache(shape.batch, shape.capacity)
+    return dataclasses.replace(cache, length=jnp.full(shape.batch, shape.capacity // 2, jnp.int32))
+
+
+def _seconds(loop: Callable[..., Any], shape: Shape, *arguments: Any) -> float:
+    timing = time_call(compile_call(loop, *arguments), repeats=shape.repeats, clock=HOST)
+    return timing.steady_s / shape.steps
+
+
+def round_seconds(
+    target: LanguageModel, params: Params, drafter: Any, draft_length: int, sampling: SamplingParams, shape: Shape
+) -> float:
+    """Seconds of one round inside generation's own loop, from a one-token prompt on."""
+    budget = max(shape.capacity - draft_length - 1, shape.steps * (draft_length + 1))
+    state = init_state(
+        jax.random.key(0),
+        target,
+        params,
+        jnp.ones((shape.batch, 1), jnp.int32),
+        jnp.ones(shape.batch, jnp.int32),
+        drafter=drafter,
+        draft_length=draft_length,
+        sampling=sampling,
+        max_new_tokens=budget,
+    )
+    return _seconds(lambda state: run(state, max_rounds=shape.steps).totals, shape, state)
+
+
+def free_model(vocab_size: int) -> LanguageModel:
+    """A model without a forward: its logits are its parameters [V], moved a little by the token read."""
+
+    def apply(params: Array, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
+        logits = params[None, None, :] + 1e-3 * (tokens % 7)[..., None].astype(jnp.float32)
+        return logits, {"length": cache["length"] + tokens.shape[1]}
+
+    return LanguageModel(apply, lambda batch, capacity: {"length": jnp.zeros(batch, jnp.int32)}, vocab_size)
+
+
+def draft_seconds(drafter: Any, shape: Shape) -> float:
+    """Seconds of one forward of the draft model; 0 for a drafter without a model."""
+    if not isinstance(drafter, ModelDrafter):
+        return 0.0
+    return forward_seconds(drafter.model, drafter.params, 1, shape)
+
+
+def management_seconds(
+    vocab_size: int, drafter: Any, draft_length: int, sampling: SamplingParams, shape: Shape
+) -> float:
+    """Seconds of a round of free models: c_m, measured without subtracting anything.
+
+    A drafter without a model stays what it is: its lookup is part of c_m.
+    """
+    rows = jax.random.normal(jax.random.key(1), (2, vocab_size), jnp.float32)
+    model = free_model(vocab_size)
+    free = ModelDrafter(model, rows[1]) if isinstance(drafter, ModelDrafter) else drafter
+    return round_seconds(model, rows[0], free, draft_length, sampling, shape)
+
+
+def measure_costs(
+    target: LanguageModel, params: Params, drafter: Any, draft_length: int, sampling: SamplingParams, shape: Shape
+) -> Costs:
+    """Every part of a round with D drafts, each as its own loop at the same batch and capacity."""
+    return Costs(
+        draft_step=draft_seconds(drafter, shape),
+        verify=forward_seconds(target, params, draft_length + 1, shape),
+        management=management_seconds(target.vocab_size, drafter, draft_length, sampling, shape),
+        round=round_seconds(target, params, drafter, draft_length, sampling, shape),
+    )
