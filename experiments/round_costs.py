@@ -52,22 +52,38 @@ class Costs:
         return (self.round - (draft_length + 1) * self.draft_step - self.verify) / self.round
 
 
-def forward_seconds(model: LanguageModel, params: Params, width: int, shape: Shape) -> float:
-    """Seconds of one forward over `width` tokens, against a cache that is half full."""
+def forward_seconds(model: LanguageModel, params: Params, width: int, shape: Shape, forwards: int = 1) -> float:
+    """Seconds of one forward over `width` tokens, against a cache that is half full.
+
+    Args:
+      model: timed.
+      params: its parameters.
+      width: tokens in a forward.
+      shape: sizes and repeats.
+      forwards: in one iteration of the loop, so that a short forward does not carry the loop's own time.
+
+    Returns:
+      Seconds.
+    """
 
     def loop(params: Params, cache: Cache, tokens: Array) -> tuple[Array, Cache]:
         length = jnp.full(shape.batch, shape.capacity // 2, jnp.int32)
 
-        def step(_: int, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
-            logits, cache = model.logits(params, *carry)
+        def forward(tokens: Array, cache: Cache) -> tuple[Array, Cache]:
+            logits, cache = model.logits(params, tokens, cache)
             # The next tokens depend on all logits of this step, so that no step can be hoisted or thinned out.
             bits = lax.bitcast_convert_type(jnp.max(logits, axis=-1), jnp.int32)
             return (bits & 0x7FFFFFFF) % model.vocab_size, model.rollback(cache, length)
 
-        return lax.fori_loop(0, shape.steps, step, (tokens, cache))
+        def iteration(_: int, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
+            for _ in range(forwards):
+                carry = forward(*carry)
+            return carry
+
+        return lax.fori_loop(0, shape.steps, iteration, (tokens, cache))
 
     tokens = jnp.ones((shape.batch, width), jnp.int32)
-    return _seconds(loop, shape, params, half_full(model, shape), tokens)
+    return _seconds(loop, shape, params, half_full(model, shape), tokens) / forwards
 
 
 def half_full(model: LanguageModel, shape: Shape) -> Cache:
@@ -110,11 +126,11 @@ def free_model(vocab_size: int) -> LanguageModel:
     return LanguageModel(apply, lambda batch, capacity: {"length": jnp.zeros(batch, jnp.int32)}, vocab_size)
 
 
-def draft_seconds(drafter: Any, shape: Shape) -> float:
-    """Seconds of one forward of the draft model; 0 for a drafter without a model."""
+def draft_seconds(drafter: Any, draft_length: int, shape: Shape) -> float:
+    """Seconds of one of a round's D + 1 forwards of the draft model; 0 for a drafter without a model."""
     if not isinstance(drafter, ModelDrafter):
         return 0.0
-    return forward_seconds(drafter.model, drafter.params, 1, shape)
+    return forward_seconds(drafter.model, drafter.params, 1, shape, forwards=draft_length + 1)
 
 
 def management_seconds(
@@ -135,7 +151,7 @@ def measure_costs(
 ) -> Costs:
     """Every part of a round with D drafts, each as its own loop at the same batch and capacity."""
     return Costs(
-        draft_step=draft_seconds(drafter, shape),
+        draft_step=draft_seconds(drafter, draft_length, shape),
         verify=forward_seconds(target, params, draft_length + 1, shape),
         management=management_seconds(target.vocab_size, drafter, draft_length, sampling, shape),
         round=round_seconds(target, params, drafter, draft_length, sampling, shape),

@@ -79,7 +79,7 @@ class Workload:
         lengths = self.job.track(draft_lengths, "timing the parts of a round")
         return costs.RoundCosts(
             target_step=forward(1) if target_step is None else target_step,
-            draft_step=round_costs.draft_seconds(pair.drafter, shape),
+            draft_step=round_costs.draft_seconds(pair.drafter, draft_lengths[-1], shape),
             verify={length: forward(length + 1) for length in lengths},
             overhead=round_costs.management_seconds(
                 pair.target.vocab_size, pair.drafter, draft_lengths[-1], self.sampling, shape

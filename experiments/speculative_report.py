@@ -90,8 +90,8 @@ def write(job: Job, pair: Pair, timings: Timings, parts: costs.RoundCosts, draft
     if measured is not None:
         job.reaches(
             "speculative decoding",
-            f"{measured:.2f} times plain decoding ({predicted.speedup:.2f} by eq. 33.15), {tokens_per_round:.2f} tokens "
-            f"a round at D = {draft_length}, exact",
+            f"{measured:.2f} times plain decoding ({predicted.speedup:.2f} by eq. 33.15), "
+            f"{tokens_per_round:.2f} tokens a round at D = {draft_length}, exact",
         )
         job.say(
             f"speed-up per later token: {measured:.2f} measured; {predicted.speedup:.2f} predicted by eq. 33.15 from "

@@ -27,6 +27,7 @@ def refusals(request: AttentionRequest) -> tuple[str, ...]:
             f"needs a head size that is a multiple of 8 and at most {LARGEST_HEAD}, not {request.H}",
         ),
         (0 in (request.B, request.T, request.S), "takes no empty operand"),
+        (request.T % 2 or request.S % 2, f"has a backward for even lengths only, not for {request.T} and {request.S}"),
         (request.scale <= 0, f"is used with a positive scale, not {request.scale}"),
         (request.statistics, "does not return softmax statistics"),
         (request.return_lse, "does not return the log-normaliser differentiably"),

@@ -147,6 +147,8 @@ CUDNN_REFUSES: list[tuple[dict[str, Any], str]] = [
     ({"H": 136, "Hv": 136}, "at most 128"),
     ({"T": 0}, "empty"),
     ({"S": 0}, "empty"),
+    ({"T": 33}, "even lengths"),
+    ({"S": 33}, "even lengths"),
     ({"scale": -1.0}, "positive scale"),
     ({"return_lse": True}, "log-normaliser"),
     ({"statistics": True}, "statistics"),
