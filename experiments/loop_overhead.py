@@ -65,14 +65,20 @@ def run(job: Job) -> None:
             job.claim(f"{case.name}: the overhead is under {BAR:.0%}", parts.overhead(args.draft_length) < BAR)
     shares = ", ".join(f"{name} at B = {batch} {overhead}" for name, batch, *_, overhead in rows)
     job.reaches("the compiled loop", f"share of a round outside of the models at D = {args.draft_length}: {shares}")
-    columns = ["pair", "B", "c_d, ms", "c_v, ms", "c_m of free models, ms", "round, ms", "overhead"]
+    columns = ["pair", "B", "c_d, ms", "c_v, ms", "c_m of free models, ms", "round, ms", "predicate reads", "overhead"]
     job.table("overhead", f"(round - (D + 1) c_d - c_v) / round at D = {args.draft_length}", columns, rows)
 
 
 def row_of(case: Case, parts: Costs, draft_length: int) -> list[Any]:
     """One line of the table."""
     times = (parts.draft_step, parts.verify, parts.management, parts.round)
-    return [case.name, case.batch, *(1e3 * seconds for seconds in times), f"{parts.overhead(draft_length):.1%}"]
+    return [
+        case.name,
+        case.batch,
+        *(1e3 * seconds for seconds in times),
+        parts.predicate_reads,
+        f"{parts.overhead(draft_length):.1%}",
+    ]
 
 
 def cases(job: Job) -> Iterator[Case]:

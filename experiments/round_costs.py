@@ -1,6 +1,7 @@
 """What the parts of a speculative round cost, each timed as a compiled loop of its own: the symbols of eq. 33.15."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from flashspec.language_model import Cache, LanguageModel, Params
-from flashspec.measure import HOST, compile_call, time_call
+from flashspec.measure import HOST, Call, compile_call, time_call
 from flashspec.sampling import SamplingParams
 from flashspec.speculative import ModelDrafter, init_state, run
 
@@ -40,12 +41,15 @@ class Costs:
       verify: c_v(D), the target's forward over D + 1 tokens.
       management: c_m, drawing, verifying and committing: a round of models that cost nothing.
       round: a whole round, in a loop like that of generation.
+      predicate_reads: branches in a round's program, and the loop's own condition. A GPU's runtime reads each of them
+        back to choose what to launch next; Python reads none.
     """
 
     draft_step: float
     verify: float
     management: float
     round: float
+    predicate_reads: int
 
     def overhead(self, draft_length: int) -> float:
         """(round - (D + 1) c_d - c_v) / round: the share of a round that is spent outside of the models."""
@@ -93,14 +97,18 @@ def half_full(model: LanguageModel, shape: Shape) -> Cache:
 
 
 def _seconds(loop: Callable[..., Any], shape: Shape, *arguments: Any) -> float:
-    timing = time_call(compile_call(loop, *arguments), repeats=shape.repeats, clock=HOST)
-    return timing.steady_s / shape.steps
+    return seconds_of(compile_call(loop, *arguments), shape)
 
 
-def round_seconds(
+def seconds_of(call: Call, shape: Shape) -> float:
+    """Seconds of one iteration of a loop of `shape.steps`."""
+    return time_call(call, repeats=shape.repeats, clock=HOST).steady_s / shape.steps
+
+
+def round_loop(
     target: LanguageModel, params: Params, drafter: Any, draft_length: int, sampling: SamplingParams, shape: Shape
-) -> float:
-    """Seconds of one round inside generation's own loop, from a one-token prompt on."""
+) -> Call:
+    """Rounds inside generation's own loop, from a one-token prompt on."""
     budget = max(shape.capacity - draft_length - 1, shape.steps * (draft_length + 1))
     state = init_state(
         jax.random.key(0),
@@ -113,7 +121,12 @@ def round_seconds(
         sampling=sampling,
         max_new_tokens=budget,
     )
-    return _seconds(lambda state: run(state, max_rounds=shape.steps).totals, shape, state)
+    return compile_call(lambda state: run(state, max_rounds=shape.steps).totals, state)
+
+
+def count_branches(program: str) -> int:
+    """Conditional instructions in a compiled program's text."""
+    return len(re.findall(r"= [^=]* conditional\(", program))
 
 
 def free_model(vocab_size: int) -> LanguageModel:
@@ -143,16 +156,18 @@ def management_seconds(
     rows = jax.random.normal(jax.random.key(1), (2, vocab_size), jnp.float32)
     model = free_model(vocab_size)
     free = ModelDrafter(model, rows[1]) if isinstance(drafter, ModelDrafter) else drafter
-    return round_seconds(model, rows[0], free, draft_length, sampling, shape)
+    return seconds_of(round_loop(model, rows[0], free, draft_length, sampling, shape), shape)
 
 
 def measure_costs(
     target: LanguageModel, params: Params, drafter: Any, draft_length: int, sampling: SamplingParams, shape: Shape
 ) -> Costs:
     """Every part of a round with D drafts, each as its own loop at the same batch and capacity."""
+    rounds = round_loop(target, params, drafter, draft_length, sampling, shape)
     return Costs(
         draft_step=draft_seconds(drafter, draft_length, shape),
         verify=forward_seconds(target, params, draft_length + 1, shape),
         management=management_seconds(target.vocab_size, drafter, draft_length, sampling, shape),
-        round=round_seconds(target, params, drafter, draft_length, sampling, shape),
+        round=seconds_of(rounds, shape),
+        predicate_reads=count_branches(rounds.executable.as_text()) + 1,
     )
