@@ -3,6 +3,7 @@
 All of it must happen before jax or the library is imported, hence in `pytest_configure` and not in fixtures.
 """
 
+import gc
 import importlib.util
 import os
 import re
@@ -55,6 +56,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip("needs an NVIDIA GPU")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_end_with_their_module() -> Iterator[None]:
+    """Compiled programs of a module are dropped after it.
+
+    Each holds some memory mappings; those of the whole suite together are more than Linux allows a process (65,530),
+    and the compiler then crashes.
+    """
+    import jax
+
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture
