@@ -74,7 +74,7 @@ def boolean(name: str, array: Any) -> None:
         raise fail(name, "dtype bool", dtype)
 
 
-def at_least(name: str, value: int, low: int) -> int:
+def at_least(name: str, value: Any, low: int) -> int:
     """Check a Python integer against a lower bound, and return it."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
         raise fail(name, f"an integer of at least {low}", repr(value))

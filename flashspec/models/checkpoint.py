@@ -155,6 +155,19 @@ def with_values(config: DecoderConfig, values: dict[tuple[Any, ...], jax.Array])
     return nnx.from_flat_state([(path, leaf.replace(values[path])) for path, leaf in flat])
 
 
+def _check_params(config: DecoderConfig, params: Params) -> None:
+    """Check paths and shapes against the decoder's, and report every difference at once."""
+    abstract = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))), nnx.Param)
+    needed, got = (
+        {".".join(map(str, path)): tuple(leaf.shape) for path, leaf in nnx.to_flat_state(tree)}
+        for tree in (abstract, params)
+    )
+    names = sorted(needed.keys() | got.keys())
+    wrong = [f"{name} {got.get(name)} for {needed.get(name)}" for name in names if got.get(name) != needed.get(name)]
+    if wrong:
+        raise fail("params", "those of `config`", "; ".join(wrong))
+
+
 def save(
     directory: Path | str,
     config: DecoderConfig,
@@ -173,17 +186,21 @@ def save(
       tokenizer: written as `tokenizer.json`.
       dtype: of the stored tensors; None keeps the parameters' own.
       max_shard_bytes: a file larger than this is split into shards with an index.
+
+    Raises:
+      ValueError: the parameters are not those of `config`; nothing is written or removed.
     """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    for stale in (*directory.glob("model*.safetensors"), directory / tensor_files.INDEX):
-        stale.unlink(missing_ok=True)
+    _check_params(config, params)
     arrays = dict(nnx.to_flat_state(params))
     tensors: dict[str, np.ndarray] = {}
     for slot in _slots(config):
         array = np.asarray(arrays[slot.path][...])
         parts = slot.split(array if dtype is None else array.astype(dtype))
         tensors |= dict(zip(slot.shapes, parts, strict=True))
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    for stale in (*directory.glob("model*.safetensors"), directory / tensor_files.INDEX):
+        stale.unlink(missing_ok=True)
     tensor_files.write(directory, tensors, max_shard_bytes)
     stored = np.dtype(next(iter(tensors.values())).dtype).name
     (directory / "config.json").write_text(json.dumps(config.to_hf(stored), indent=2) + "\n", encoding="utf-8")

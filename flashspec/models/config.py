@@ -5,6 +5,7 @@ is unknown, or an option that changes the result and that the decoder does not h
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -102,6 +103,13 @@ class DecoderConfig:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
             at_least(name, getattr(self, name), 1)
         at_least("head_dim", self.head_dim, 2)
+        at_least("max_position_embeddings", self.max_position_embeddings, 1)
+        for name in ("rope_theta", "rms_norm_eps"):
+            _positive(name, getattr(self, name))
+        if not isinstance(self.tie_embeddings, bool):
+            raise fail("tie_embeddings", "true or false", repr(self.tie_embeddings))
+        for token in self.eos_token_ids:
+            at_least("eos_token_ids", token, 0)
         if self.head_dim % 2:
             raise fail("head_dim", "an even size (rotary positions turn pairs)", self.head_dim)
         if self.num_heads % self.num_kv_heads:
@@ -141,7 +149,7 @@ class DecoderConfig:
         name = _family_of(values)
         family = FAMILIES[name]
         _refuse_unknown(values)
-        heads, hidden = _required(values, "num_attention_heads"), _required(values, "hidden_size")
+        heads, hidden = (at_least(key, _required(values, key), 1) for key in ("num_attention_heads", "hidden_size"))
         eos = values.get("eos_token_id")
         return cls(
             family=name,
@@ -150,13 +158,13 @@ class DecoderConfig:
             intermediate_size=_required(values, "intermediate_size"),
             num_layers=_required(values, "num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=values.get("num_key_value_heads") or heads,
-            head_dim=values.get("head_dim") or family.head_dim or hidden // heads,
+            num_kv_heads=_given(values, "num_key_value_heads", heads),
+            head_dim=_given(values, "head_dim", family.head_dim or hidden // heads),
             rope_theta=_rope_theta(values),
-            rms_norm_eps=values.get("rms_norm_eps", family.rms_norm_eps),
-            tie_embeddings=values.get("tie_word_embeddings", False),
+            rms_norm_eps=_given(values, "rms_norm_eps", family.rms_norm_eps),
+            tie_embeddings=_given(values, "tie_word_embeddings", False),
             sliding_window=_sliding_window(values, family),
-            max_position_embeddings=values.get("max_position_embeddings", family.max_position_embeddings),
+            max_position_embeddings=_given(values, "max_position_embeddings", family.max_position_embeddings),
             bos_token_id=values.get("bos_token_id"),
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         )
@@ -196,6 +204,8 @@ class DecoderConfig:
 def _family_of(values: Mapping[str, Any]) -> str:
     known = {family.architecture: name for name, family in FAMILIES.items()}
     architectures = values.get("architectures") or [None]
+    if not isinstance(architectures, list):
+        raise fail("architectures", "a list", repr(architectures))
     names = ", ".join(known)
     if len(architectures) != 1 or architectures[0] not in known:
         raise fail("architectures", f"one of {names}", architectures)
@@ -205,7 +215,18 @@ def _family_of(values: Mapping[str, Any]) -> str:
     return name
 
 
-def _required(values: Mapping[str, Any], key: str) -> int:
+def _positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise fail(name, "a finite number above 0", repr(value))
+
+
+def _given(values: Mapping[str, Any], key: str, default: Any) -> Any:
+    """The value of a key, or the default where it is absent or null."""
+    value = values.get(key)
+    return default if value is None else value
+
+
+def _required(values: Mapping[str, Any], key: str) -> Any:
     if key not in values:
         raise fail(key, "a size in config.json", "nothing")
     return values[key]
@@ -225,11 +246,14 @@ def _rope_theta(values: Mapping[str, Any]) -> float:
     """The rotary base, from the old (`rope_theta`, `rope_scaling`) or the new (`rope_parameters`) spelling."""
     for key in ("rope_scaling", "rope_parameters"):
         parameters = values.get(key) or {}
+        if not isinstance(parameters, dict):
+            raise fail(key, "an object or null", repr(parameters))
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         if kind != "default" or set(parameters) - {"rope_type", "type", "rope_theta"}:
             raise fail(key, "no scaling (rope_type 'default')", repr(parameters))
-    nested = (values.get("rope_parameters") or {}).get("rope_theta")
-    return float(values.get("rope_theta", nested if nested is not None else 10000.0))
+    theta = _given(values, "rope_theta", _given(values.get("rope_parameters") or {}, "rope_theta", 10000.0))
+    _positive("rope_theta", theta)
+    return float(theta)
 
 
 def _sliding_window(values: Mapping[str, Any], family: Family) -> int | None:
@@ -239,12 +263,13 @@ def _sliding_window(values: Mapping[str, Any], family: Family) -> int | None:
         window = None
     if not family.has_window and window is not None:
         raise fail("sliding_window", f"None for {family.architecture}", window)
-    if window is not None and family.needs_window_switch and values.get("max_window_layers", 0) > 0:
+    if window is not None and family.needs_window_switch and values.get("max_window_layers", 0) != 0:
         raise fail(
             "max_window_layers", "0: a window on some layers only is not implemented", values["max_window_layers"]
         )
     kind = "full_attention" if window is None else "sliding_attention"
-    if any(layer != kind for layer in values.get("layer_types") or ()):
+    layers = values.get("layer_types") or []
+    if not isinstance(layers, list) or any(layer != kind for layer in layers):
         raise fail("layer_types", f"{kind!r} on every layer", values["layer_types"])
     return window
 

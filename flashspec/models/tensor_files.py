@@ -80,7 +80,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected a JSON object: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(values).__name__}")
@@ -103,7 +103,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             tensors = {
                 name: _entry(path, entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"
             }
-        except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path}: malformed safetensors header: {error}") from error
     short = [f"{name} {list(tensor.shape)}" for name, tensor in tensors.items() if tensor.stop > size]
     if short:

@@ -31,9 +31,13 @@ class Tokenizer:
             raise ValueError(f"{path}: no such file; expected a tokenizer.json")
         text = path.read_text(encoding="utf-8", errors="replace")
         try:
-            return cls(tokenizers.Tokenizer.from_str(text))
+            backend = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception for every malformed file
             raise ValueError(f"{path}: not a tokenizer.json: {error}") from error
+        # A file may ask for both, as its model was trained: prompts would lose their ends, and padding count as tokens.
+        backend.no_truncation()
+        backend.no_padding()
+        return cls(backend)
 
     @property
     def size(self) -> int:

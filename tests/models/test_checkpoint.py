@@ -43,6 +43,15 @@ def test_saving_again_leaves_no_old_shards(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("*.safetensors*")] == [tensor_files.SINGLE]
 
 
+@pytest.mark.parametrize("other", ["llama, wide heads", "qwen3"])
+def test_parameters_of_another_shape_replace_nothing(other: str, tmp_path: Path) -> None:
+    config, params = example("llama")
+    models.save(tmp_path, config, params)
+    with pytest.raises(ValueError, match=r"`params`: expected those of `config`, got .*layers\.0\.\w+"):
+        models.save(tmp_path, config, example(other)[1])
+    assert_same(models.load(tmp_path).params, params)
+
+
 def test_layout_is_hugging_face_s(tmp_path: Path) -> None:
     config, params = example("qwen3")
     models.save(tmp_path, config, params)
@@ -143,6 +152,21 @@ def lying_sizes(directory: Path) -> None:
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
 
 
+def endless_header(directory: Path) -> None:
+    path = directory / tensor_files.SINGLE
+    path.write_bytes((2**63).to_bytes(8, "little") + b"{}")
+
+
+def nested_header(directory: Path) -> None:
+    header = b"[" * 200_000
+    path = directory / tensor_files.SINGLE
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def nested_config(directory: Path) -> None:
+    (directory / "config.json").write_text("[" * 200_000)
+
+
 def unknown_dtype(directory: Path) -> None:
     header = json.dumps({"x": {"dtype": "I8", "shape": [4], "data_offsets": [0, 4]}}).encode()
     path = directory / tensor_files.SINGLE
@@ -173,6 +197,9 @@ def bad_tokenizer(directory: Path) -> None:
         (empty, "model.safetensors: cut short or no safetensors file: 0 bytes"),
         (garbled_header, "model.safetensors: malformed safetensors header"),
         (lying_sizes, r"4 bytes cannot be a F32 tensor of shape \[5\]"),
+        (endless_header, "cut short or no safetensors file: 10 bytes"),
+        (nested_header, "malformed safetensors header"),
+        (nested_config, "config.json: expected a JSON object"),
         (unknown_dtype, "expected a dtype of F64, F32, F16, BF16, got I8"),
         (no_weights, "expected model.safetensors or model.safetensors.index.json, found config.json"),
         (no_config, "config.json: expected a JSON object"),
@@ -213,9 +240,13 @@ def test_an_index_may_not_reach_outside(tmp_path: Path) -> None:
     config, params = example("llama")
     models.save(tmp_path, config, params, max_shard_bytes=3000)
     path = tmp_path / tensor_files.INDEX
-    path.write_text(path.read_text().replace("model-00001", "../model-00001"))
-    with pytest.raises(ValueError, match="same folder"):
-        models.load(tmp_path)
+    own = path.read_text()
+    for outside in ("../model-00001", f"{tmp_path}/model-00001"):
+        path.write_text(own.replace("model-00001", outside))
+        with pytest.raises(ValueError, match="same folder"):
+            models.load(tmp_path)
+    path.write_text(own)
+    assert_same(models.load(tmp_path).params, params)
 
 
 def test_no_such_directory(tmp_path: Path) -> None:

@@ -70,14 +70,43 @@ REFUSED = [
     ("head_dim", 7),
     ("num_key_value_heads", 3),
     ("vocab_size", 0),
+    ("vocab_size", "100"),
+    ("num_attention_heads", 0),
+    ("num_attention_heads", "4"),
+    ("num_key_value_heads", 0),
+    ("head_dim", 0),
+    ("architectures", "LlamaForCausalLM"),
+    ("architectures", 5),
+    ("tie_word_embeddings", "false"),
+    ("rms_norm_eps", "small"),
+    ("rms_norm_eps", -1e-6),
+    ("rope_theta", "ten"),
+    ("rope_theta", 0),
+    ("rope_theta", float("inf")),
+    ("rope_scaling", [1]),
+    ("max_position_embeddings", "512"),
+    ("layer_types", 5),
+    ("eos_token_id", "</s>"),
+    ("eos_token_id", [1, -1]),
 ]
+
+# How the decoder's own configuration calls them.
+OWN_NAMES = {
+    "num_key_value_heads": "num_(kv_)?heads",
+    "tie_word_embeddings": "tie_embeddings",
+    "eos_token_id": "eos_token_ids",
+}
 
 
 @pytest.mark.parametrize(("key", "value"), REFUSED)
 def test_what_is_not_computed_is_refused_by_name(key: str, value: Any) -> None:
-    named = "num_heads" if key == "num_key_value_heads" else key
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=f"`{OWN_NAMES.get(key, key)}`: expected"):
         DecoderConfig.from_hf(LLAMA | {key: value})
+
+
+def test_null_is_as_absent() -> None:
+    absent = dict.fromkeys(("rms_norm_eps", "rope_theta", "tie_word_embeddings", "head_dim", "layer_types"))
+    assert DecoderConfig.from_hf(LLAMA | absent) == DecoderConfig.from_hf(LLAMA)
 
 
 def test_a_missing_size_is_named() -> None:

@@ -41,6 +41,18 @@ def test_load_reads_what_was_saved(tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path / "tokenizer.json").encode(["7"])[0].tolist() == [[7]]
 
 
+def test_prompts_are_neither_cut_nor_padded_by_the_file(tmp_path: Path) -> None:
+    saved = tiny_tokenizer(9).backend
+    saved.enable_truncation(2)
+    saved.enable_padding(length=5)
+    saved.save(str(tmp_path / "tokenizer.json"))
+    texts = ["1 2 3", "8"]
+    assert Tokenizer(saved).encode(texts)[1].tolist() == [5, 5]  # what the file asks for
+    tokens, lengths = Tokenizer.load(tmp_path / "tokenizer.json").encode(texts)
+    assert lengths.tolist() == [3, 1]
+    assert tokens.tolist() == [[1, 2, 3], [8, 0, 0]]
+
+
 def test_load_names_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nothing\.json: no such file"):
         Tokenizer.load(tmp_path / "nothing.json")
