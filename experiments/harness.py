@@ -24,6 +24,7 @@ import rich.table
 
 from experiments import registry
 from experiments.readme_tables import markdown_table
+from flashspec.checks import fail
 from flashspec.records import Environment, Record, command_line, environment, now, write_records
 
 if TYPE_CHECKING:
@@ -54,9 +55,13 @@ class Job:
         self.console = rich.console.Console(markup=False, highlight=False)
         self._sections: list[str] = []
         self._start = time.perf_counter()
-        self.out.mkdir(parents=True, exist_ok=True)
-        for name in ("records.jsonl", "error.txt"):
-            (self.out / name).unlink(missing_ok=True)
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            (self.out / "report.json").touch()
+            for name in ("records.jsonl", "error.txt", "report.json", "report.md"):
+                (self.out / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise fail("out", "a folder that can be written to", f"{self.out} ({error.strerror})") from error
 
     @property
     def smoke(self) -> bool:
@@ -194,7 +199,11 @@ def run_experiment(name: str, argv: Sequence[str]) -> int:
     """
     experiment, module = registry.find(name), registry.load(name)
     args = parser_of(experiment, module).parse_args(argv)
-    job = Job(experiment, args, command_line())
+    try:
+        job = Job(experiment, args, command_line())
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return registry.WRONG_USE
     finished = False
     try:
         module.run(job)

@@ -23,6 +23,10 @@ SHORTEST_PREFIX, LONGEST_PREFIX = 8, 24
 CLEAR = 0.1
 # The control needs no more than this share of the draws.
 CONTROL_SHARE = 8
+# The wrong rule's distance must exceed this many bounds.
+CONTROL_OVER_BOUND = 2
+# The share of the mass that one pool of rare tokens holds at most.
+POOL = 1 / 8
 SIMULATED_AT_ONCE = 50_000
 
 
@@ -42,8 +46,13 @@ class Prefix:
     @property
     def control_distance(self) -> float:
         """Total variation from p of the wrong rule that draws from p after a rejection (33.5)."""
+        return total_variation(self.control_probs, self.target_probs)
+
+    @property
+    def control_probs(self) -> np.ndarray:
+        """[V], the law of that rule."""
         both = np.minimum(self.target_probs, self.draft_probs)
-        return float(np.abs(both + (1.0 - both.sum()) * self.target_probs - self.target_probs).sum() / 2)
+        return both + (1.0 - both.sum()) * self.target_probs
 
     @property
     def entropy(self) -> float:
@@ -143,7 +152,7 @@ class Law:
       bound: what the same statistic stays below for n draws from p itself.
       control_draws: fewer, as the control is far off.
       control_tv: as `tv`, with the residual replaced by the target.
-      control_expected: what `control_tv` tends to, before pooling.
+      control_expected: what `control_tv` tends to.
     """
 
     prefix: list[int]
@@ -153,6 +162,26 @@ class Law:
     control_draws: int
     control_tv: float
     control_expected: float
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether p leaves one token only, so that n draws from p itself never differ from it."""
+        return self.bound == 0.0
+
+    @property
+    def in_bounds(self) -> float:
+        """The distance as a multiple of the bound; of a certain token, 0 or infinity."""
+        return self.tv / self.bound if self.bound else math.inf if self.tv else 0.0
+
+    @property
+    def shows_control(self) -> bool:
+        """Whether the wrong rule must exceed `CONTROL_OVER_BOUND` times the bound here.
+
+        Changing one draw of n moves a total variation by at most 1 / n, so it falls 2 / sqrt(n) short of its mean with
+        a probability of at most exp(-8) (McDiarmid's inequality).
+        """
+        noise = 2 / math.sqrt(self.control_draws)
+        return not self.is_certain and self.control_expected - noise > CONTROL_OVER_BOUND * self.bound
 
 
 def measure_laws(
@@ -211,7 +240,7 @@ def compare(prefix: Prefix, counts: np.ndarray, control: np.ndarray, plan: LawPl
         bound=simulated_bound(pooled, plan),
         control_draws=int(control.sum()),
         control_tv=total_variation(control @ groups / control.sum(), pooled),
-        control_expected=prefix.control_distance,
+        control_expected=total_variation(prefix.control_probs @ groups, pooled),
     )
 
 
@@ -248,13 +277,19 @@ def copies_of_row(state: State, row: Array, keys: Array) -> State:
 
 
 def pool(probs: np.ndarray, draws: int) -> tuple[np.ndarray, np.ndarray]:
-    """Group the tokens with p < 1 / sqrt(n): the pooled probabilities [C] and the map [V, C] from tokens to groups."""
+    """Group the tokens with p < 1 / sqrt(n): the pooled probabilities [C] and the map [V, C] from tokens to groups.
+
+    One pool of them all would hide everything where a law is flat, so a pool ends at `POOL` of the mass.
+    """
     probs = probs / probs.sum()
-    own = np.flatnonzero(probs >= draws**-0.5)
-    groups = np.zeros((probs.size, own.size + 1))
-    groups[:, -1] = 1.0
-    groups[own, -1] = 0.0
-    groups[own, np.arange(own.size)] = 1.0
+    is_rare = probs < draws**-0.5
+    rare = np.where(is_rare, probs, 0.0)
+    pools = ((np.cumsum(rare) - rare / 2) / POOL).astype(int)
+    own = np.flatnonzero(~is_rare)
+    columns = np.where(is_rare, own.size + pools, 0)
+    columns[own] = np.arange(own.size)
+    groups = np.zeros((probs.size, columns.max() + 1))
+    groups[np.arange(probs.size), columns] = 1.0
     return probs @ groups, groups
 
 

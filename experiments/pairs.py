@@ -57,11 +57,12 @@ def load_pair(
       The pair.
 
     Raises:
-      ValueError: no tokenizer, tokenizers that differ, or a target of one's own without a draft.
+      ValueError: no such directory, no tokenizer, tokenizers that differ, more layers than there are, or a target of
+        one's own without a draft.
     """
     if target is not None and draft is None:
         raise fail("draft", "a checkpoint directory, 'ngram' or 'layers:L' for a target of your own", None)
-    checkpoint = models.load(target or FOLDER / "target", dtype)
+    checkpoint = _load("target", target or FOLDER / "target", dtype)
     if checkpoint.tokenizer is None:
         raise fail("target", "a directory with a tokenizer.json", target)
     config, params = checkpoint.config, checkpoint.params
@@ -72,16 +73,29 @@ def load_pair(
     return Pair(config, model, params, drafter, checkpoint.tokenizer, dtype)
 
 
+def _load(name: str, directory: Path, dtype: Any) -> models.Checkpoint:
+    """Load a checkpoint; an error names the argument that asked for it."""
+    if not directory.is_dir():
+        raise fail(name, "a checkpoint directory", directory)
+    try:
+        return models.load(directory, dtype)
+    except ValueError as error:
+        raise ValueError(f"`{name}`: {error}") from error
+
+
 def _drafter(draft: str, target: models.Checkpoint, dtype: Any) -> Any:
     if draft == NGRAM:
         return NgramDrafter()
     if draft.startswith(LAYERS):
         layers = draft.removeprefix(LAYERS)
-        if not layers.isdecimal():
-            raise fail("draft", "a number of layers, as in 'layers:2'", repr(draft))
+        most = target.config.num_layers
+        if not (layers.isdecimal() and 1 <= int(layers) <= most):
+            raise fail("draft", f"'layers:L' with L in 1..{most}, the target's layers", repr(draft))
         config, params = models.shallow(target.config, target.params, int(layers))
         return ShallowDrafter(models.as_language_model(config, dtype), params)
-    checkpoint = models.load(draft, dtype)
+    if not Path(draft).is_dir():
+        raise fail("draft", "a checkpoint directory, 'ngram' or 'layers:L'", repr(draft))
+    checkpoint = _load("draft", Path(draft), dtype)
     if checkpoint.tokenizer is not None and target.tokenizer is not None:
         _check_same_tokens(draft, checkpoint.tokenizer, target.tokenizer)
     return ModelDrafter(models.as_language_model(checkpoint.config, dtype), checkpoint.params)

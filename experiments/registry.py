@@ -13,6 +13,7 @@ from types import ModuleType
 
 FOLDER = Path(__file__).parent
 WRONG_USE = 2  # the exit code of a wrong command line, as argparse has it
+LARGEST_SEED = 2**31 - 1
 STATED = ("QUESTION", "NEEDS", "TIME")
 
 
@@ -81,8 +82,15 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(f"{__package__}.{find(name).name}")
 
 
+def _seed(text: str) -> int:
+    """What both jax and numpy take as a seed, on every machine."""
+    if not text.isdecimal() or int(text) > LARGEST_SEED:
+        raise argparse.ArgumentTypeError(f"expected a number in 0..{LARGEST_SEED}, got {text!r}")
+    return int(text)
+
+
 def add_shared_options(parser: argparse.ArgumentParser) -> None:
     """The options that every experiment has."""
     parser.add_argument("--smoke", action="store_true", help="the smallest run, under 30 s on a CPU")
     parser.add_argument("--out", type=Path, help="output folder (default: reports/, by experiment)")
-    parser.add_argument("--seed", type=int, default=0, help="of every random draw (default: 0)")
+    parser.add_argument("--seed", type=_seed, default=0, help="of every random draw (default: 0)")

@@ -169,5 +169,5 @@ def measure_costs(
         verify=forward_seconds(target, params, draft_length + 1, shape),
         management=management_seconds(target.vocab_size, drafter, draft_length, sampling, shape),
         round=seconds_of(rounds, shape),
-        predicate_reads=count_branches(rounds.executable.as_text()) + 1,
+        predicate_reads=count_branches(rounds.executable.as_text() or "") + 1,
     )

@@ -13,7 +13,7 @@ import numpy as np
 from experiments import greedy_check, law_check, round_costs, speculative_report
 from experiments.harness import Job
 from experiments.pairs import Pair, bundled_prompts, load_pair
-from experiments.programs import Programs, Prompts, batches_of, compile_programs, time_decoding
+from experiments.programs import Outcome, Programs, Prompts, batches_of, compile_programs, time_decoding
 from flashspec import costs
 from flashspec.checks import at_least, fail
 from flashspec.measure import Checked
@@ -26,6 +26,7 @@ TIME = "2 minutes on 2 CPU cores, 2 minutes on an H200"
 AUTO = "auto"
 LONGEST_AUTO = 8
 PREFIXES = 4
+MOST_TOKENS = 2**31 - 1  # the largest count that a device holds
 SMOKE_LAYERS = 3
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
@@ -93,6 +94,9 @@ def run(job: Job) -> None:
     draft_length = choose_draft_length(workload)
     programs = workload.programs(draft_length)
     exact = check_exactness(workload, programs, draft_length)
+    if not exact.passed:
+        job.say("A wrong result has no speed: nothing was timed.")
+        return
     timings = time_decoding(programs, workload.batches, workload.sampling, job.seed, exact, job.args.repeats)
     parts = workload.round_costs(range(draft_length, draft_length + 1), timings.plain.tpot_s)
     speculative_report.write(job, workload.pair, timings, parts, draft_length, exact)
@@ -102,13 +106,13 @@ def run(job: Job) -> None:
 def read_workload(job: Job) -> tuple[Workload, list[str]]:
     """Check the options, load the models, encode the prompts."""
     args = job.args
-    if job.smoke:
-        vars(args).update(max_new_tokens=min(args.max_new_tokens, 16), repeats=1, law_draws=4096)
     for name in ("batch", "max_new_tokens", "repeats", "law_draws"):
         at_least(name.replace("_", "-"), getattr(args, name), 1)
+    if job.smoke:
+        vars(args).update(max_new_tokens=min(args.max_new_tokens, 16), repeats=1, law_draws=4096)
     if args.draft_length != AUTO and not (args.draft_length.isdecimal() and int(args.draft_length)):
         raise fail("draft-length", "a number of tokens of at least 1, or 'auto'", repr(args.draft_length))
-    sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p)
+    sampling = SamplingParams(args.temperature, min(args.top_k, MOST_TOKENS), args.top_p, args.min_p)
     sampling.check(args.batch, 1)
     texts = read_prompts(args)[: 2 if job.smoke else None]
     dtype = DTYPES[args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")]
@@ -122,6 +126,12 @@ def read_workload(job: Job) -> tuple[Workload, list[str]]:
         f"{prompts.lengths.min()} to {prompts.lengths.max()} tokens, {args.batch} at a time, "
         f"{args.max_new_tokens} new tokens each"
     )
+    longest, trained = int(prompts.lengths.max()) + args.max_new_tokens, pair.config.max_position_embeddings
+    if longest > trained:
+        job.say(
+            f"note: {longest} positions are decoded, and the target was trained for {trained}: the text may lose its "
+            "sense, which changes neither what is exact nor how it is measured"
+        )
     return Workload(job, pair, prompts, batches_of(prompts, args.batch), sampling), texts
 
 
@@ -133,14 +143,31 @@ def load(job: Job, dtype: Any) -> Pair:
 def read_prompts(args: argparse.Namespace) -> list[str]:
     """The prompts of the command line, or the bundled ones."""
     prompts = list(args.prompt or ())
+    if not all(prompts):
+        raise fail("prompt", "a text that is not empty", "''")
     for path in args.prompt_file or ():
-        if not path.is_file():
-            raise fail("prompt-file", "a file that exists", path)
-        text = path.read_text(encoding="utf-8")
-        prompts += json.loads(text) if path.suffix == ".json" else [text]
-    if not all(isinstance(prompt, str) and prompt for prompt in prompts):
-        raise fail("prompt", "texts that are not empty", prompts)
+        prompts += read_prompt_file(path)
+    for prompt in prompts:
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise fail("prompt", "text in Unicode", f"{prompt[:40]!a}")
     return prompts or bundled_prompts()
+
+
+def read_prompt_file(path: Path) -> list[str]:
+    """The one prompt that a text file holds, or the list of them in a .json file."""
+    if not path.is_file():
+        raise fail("prompt-file", "a file that exists", path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        prompts = json.loads(text) if path.suffix == ".json" else [text]
+    except (OSError, ValueError) as error:
+        raise fail("prompt-file", "text in UTF-8, or JSON in a .json file", f"{path} ({error})") from error
+    if not isinstance(prompts, list) or not prompts:
+        raise fail("prompt-file", "a list of strings in a .json file", f"{path} with {json.dumps(prompts)[:40]}")
+    for prompt in prompts:
+        if not isinstance(prompt, str) or not prompt:
+            raise fail("prompt-file", "prompts that are texts and not empty", f"{path} with {json.dumps(prompt)[:40]}")
+    return prompts
 
 
 def parameter_count(params: Any) -> str:
@@ -167,20 +194,30 @@ def check_exactness(workload: Workload, programs: Programs, draft_length: int) -
     if pair.dtype != jnp.float32:
         pair = load(job, jnp.float32)
         programs = workload.programs(draft_length, pair)
-    greedy = greedy_of(pair, programs, workload.batches[0])
-    laws = laws_of(workload, pair, draft_length)
+    greedy, decoded = greedy_of(pair, programs, workload.batches[0])
+    laws = laws_of(workload, pair, law_prompts(workload.prompts, decoded), draft_length)
     return speculative_report.write_exactness(job, greedy, laws)
 
 
-def greedy_of(pair: Pair, programs: Programs, batch: Prompts) -> greedy_check.Greedy:
-    """Greedy decoding of one batch, plainly and by speculation, by the programs that are timed."""
+def greedy_of(pair: Pair, programs: Programs, batch: Prompts) -> tuple[greedy_check.Greedy, Outcome]:
+    """Greedy decoding of one batch, plainly and by speculation, by the programs that are timed; and the plain one."""
     coldest = SamplingParams(temperature=0.0)
     (plain,) = programs.plain.run([batch], coldest, 0)
     (speculative,) = programs.speculative.run([batch], coldest, 0)
-    return greedy_check.check_greedy(pair, speculative.tokens, plain.tokens, batch.lengths, speculative.lengths)
+    if (np.asarray(plain.lengths) == batch.lengths).any():
+        raise fail("target", "finite logits after every prompt", "none: its weights hold NaN or overflow")
+    greedy = greedy_check.check_greedy(pair, speculative.tokens, plain.tokens, batch.lengths, speculative.lengths)
+    return greedy, plain
 
 
-def laws_of(workload: Workload, pair: Pair, draft_length: int) -> list[law_check.Law]:
+def law_prompts(prompts: Prompts, decoded: Outcome) -> Prompts:
+    """The prompts, or where all are too short for enough prefixes, those of one batch as decoding continued them."""
+    if prompts.lengths.max() >= law_check.LONGEST_PREFIX:
+        return prompts
+    return Prompts(np.asarray(decoded.tokens), np.asarray(decoded.lengths))
+
+
+def laws_of(workload: Workload, pair: Pair, prompts: Prompts, draft_length: int) -> list[law_check.Law]:
     """Sampled first tokens at prefixes of the prompts, against the target's probabilities."""
     job, on_cpu = workload.job, jax.default_backend() == "cpu"
     rows = 1024 if on_cpu else 8192
@@ -193,4 +230,4 @@ def laws_of(workload: Workload, pair: Pair, draft_length: int) -> list[law_check
     # The first token's law does not depend on the drafts after the first, and a CPU need not pay for them.
     drafts = 1 if on_cpu else draft_length
     with job.console.status(f"drawing {PREFIXES * plan.draws:,} tokens"):
-        return law_check.measure_laws(pair, *workload.prompts, PREFIXES, drafts, job.args.rule, workload.sampling, plan)
+        return law_check.measure_laws(pair, *prompts, PREFIXES, drafts, job.args.rule, workload.sampling, plan)
