@@ -51,9 +51,49 @@ def shape(name: str, array: Any, dims: str, sizes: dict[str, int] | None = None)
     return bound
 
 
+def array(name: str, value: Any) -> jax.Array:
+    """`value` as a jax array.
+
+    Raises:
+      ValueError: it is none, or it holds a number outside of the range of the 32 bits which jax would give it.
+    """
+    narrow = jax.dtypes.canonicalize_dtype(value.dtype) if isinstance(value, np.ndarray | np.generic) else None
+    if narrow is not None and narrow != value.dtype and np.issubdtype(narrow, np.number):
+        limits = np.iinfo(narrow) if np.issubdtype(narrow, np.integer) else np.finfo(narrow)
+        finite = value[np.isfinite(value)]
+        if np.any(finite < limits.min) or np.any(finite > limits.max):
+            raise fail(name, f"values that fit {narrow} unless jax_enable_x64 is set", f"{value.dtype} values")
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise fail(name, "an array", f"{type(value).__name__} ({error})") from error
+
+
+def flag(name: str, value: Any) -> bool:
+    """Check a static yes or no, and return it."""
+    if not isinstance(value, bool | np.bool_):
+        raise fail(name, "True or False, static under jit", type(value).__name__)
+    return bool(value)
+
+
+def broadcastable(name: str, array: Any, dims: str, sizes: Sequence[int]) -> None:
+    """Check that `array` has one axis for each of `dims`, of its size or of size 1."""
+    names, got = dims.split(), tuple(np.shape(array))
+    if len(got) != len(names) or any(size not in (1, want) for size, want in zip(got, sizes, strict=True)):
+        expected = f"rank {len(names)}, broadcastable to [{', '.join(names)}] = {list(sizes)}"
+        raise fail(name, expected, f"shape {list(got)}")
+
+
+def _dtype(name: str, array: Any) -> jnp.dtype:
+    try:
+        return jnp.result_type(array)
+    except TypeError as neither:
+        raise fail(name, "an array, a number or a dtype", type(array).__name__) from neither
+
+
 def floating(name: str, array: Any) -> jnp.dtype:
     """Check that `array` has a floating dtype, and return it."""
-    dtype = jnp.result_type(array)
+    dtype = _dtype(name, array)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise fail(name, "a floating dtype", dtype)
     return dtype
@@ -61,7 +101,7 @@ def floating(name: str, array: Any) -> jnp.dtype:
 
 def integer(name: str, array: Any) -> jnp.dtype:
     """Check that `array` has an integer dtype (bool is none), and return it."""
-    dtype = jnp.result_type(array)
+    dtype = _dtype(name, array)
     if not jnp.issubdtype(dtype, jnp.integer):
         raise fail(name, "an integer dtype", dtype)
     return dtype
@@ -69,7 +109,7 @@ def integer(name: str, array: Any) -> jnp.dtype:
 
 def boolean(name: str, array: Any) -> None:
     """Check that `array` has dtype bool."""
-    dtype = jnp.result_type(array)
+    dtype = _dtype(name, array)
     if dtype != jnp.bool_:
         raise fail(name, "dtype bool", dtype)
 

@@ -167,7 +167,7 @@ def make_mask(
       ValueError: a malformed rule, or a causal or windowed mask with T != S and no positions.
     """
     B, N, T, S = shape
-    limits = _window(window)
+    is_causal, limits = checks.flag("is_causal", is_causal), _window(window)
     positional = is_causal or limits != (None, None) or tree_mask is not None
     q, k = _check_positions("q_positions", q_positions, B, T), _check_positions("kv_positions", kv_positions, B, S)
     if positional and q is None:
@@ -178,7 +178,7 @@ def make_mask(
         raise fail("kv_segment_ids", "segment ids for queries and keys, both or neither", "one of them")
     return Mask(
         shape=(B, N, T, S),
-        is_causal=bool(is_causal),
+        is_causal=is_causal,
         window=limits,
         q_positions=q if positional else None,
         kv_positions=k if positional else None,
@@ -217,19 +217,17 @@ def _is_count(value: object) -> bool:
 
 def _check_positions(name: str, positions: Positions, B: int, size: int) -> Contiguous | jax.Array | None:
     if isinstance(positions, Contiguous):
-        start = jnp.atleast_1d(jnp.asarray(positions.start))
+        start = jnp.atleast_1d(checks.array(f"{name}.start", positions.start))
         checks.shape(f"{name}.start", start, "1" if B == 1 or start.shape == (1,) else "B", {"B": B})
         return Contiguous(_signed(f"{name}.start", start))
     if positions is None:
         return None
-    return _signed(name, jnp.asarray(_integers(name, positions, (B, size))))
+    return _signed(name, _integers(name, positions, (B, size)))
 
 
-def _integers(name: str, values: ArrayLike | None, shape: tuple[int, ...]) -> jax.Array | None:
+def _integers(name: str, values: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
     """Check an integer array of `shape`; a leading batch axis may be left out where there is another one."""
-    if values is None:
-        return None
-    values = jnp.asarray(values)
+    values = checks.array(name, values)
     checks.integer(name, values)
     if len(shape) > 1 and values.shape == shape[1:]:
         return values[None]
@@ -240,20 +238,20 @@ def _integers(name: str, values: ArrayLike | None, shape: tuple[int, ...]) -> ja
 
 def _lengths(name: str, lengths: ArrayLike | None, B: int, size: int) -> jax.Array | None:
     """Lengths as int32; one past the end of the axis says the same as the end."""
-    values = _integers(name, lengths, (B,))
-    return None if values is None else jnp.clip(_signed(name, values), 0, size).astype(jnp.int32)
+    if lengths is None:
+        return None
+    return jnp.clip(_signed(name, _integers(name, lengths, (B,))), 0, size).astype(jnp.int32)
 
 
 def _segments(name: str, ids: ArrayLike | None, B: int, size: int) -> jax.Array | None:
     """Ids in one dtype for queries and keys; they are only compared for equality, which wrapping keeps."""
-    values = _integers(name, ids, (B, size))
-    return None if values is None else values.astype(jax.dtypes.canonicalize_dtype(np.int64))
+    return None if ids is None else _integers(name, ids, (B, size)).astype(jax.dtypes.canonicalize_dtype(np.int64))
 
 
 def _tree(name: str, tree_mask: ArrayLike | None, B: int, T: int) -> jax.Array | None:
     if tree_mask is None:
         return None
-    tree_mask = jnp.asarray(tree_mask)
+    tree_mask = checks.array(name, tree_mask)
     checks.boolean(name, tree_mask)
     if tree_mask.shape not in {(T, T), (B, T, T), (1, T, T)}:
         raise fail(name, f"shape {[T, T]} or {[B, T, T]}", tree_mask.shape)
@@ -263,10 +261,9 @@ def _tree(name: str, tree_mask: ArrayLike | None, B: int, T: int) -> jax.Array |
 def _explicit(name: str, mask: ArrayLike | None, shape: tuple[int, ...]) -> jax.Array | None:
     if mask is None:
         return None
-    mask = jnp.asarray(mask)
+    mask = checks.array(name, mask)
     checks.boolean(name, mask)
-    if mask.ndim != 4 or any(got not in (1, want) for got, want in zip(mask.shape, shape, strict=True)):
-        raise fail(name, f"rank 4, broadcastable to [B, N, T, S] = {list(shape)}", f"shape {list(mask.shape)}")
+    checks.broadcastable(name, mask, "B N T S", shape)
     return mask
 
 

@@ -274,6 +274,11 @@ WRONG = [
     ({"kv_lengths": np.ones(B)}, "`kv_lengths`: expected an integer dtype"),
     ({"q_segment_ids": np.zeros((B, T), int)}, "both or neither"),
     ({"q_segment_ids": np.zeros((B, S), int), "kv_segment_ids": np.zeros((B, S), int)}, "`q_segment_ids`"),
+    ({"kv_positions": np.arange(S) + 2**32}, "`kv_positions`: expected values that fit int32"),
+    ({"q_positions": Contiguous(np.array([2**40]))}, "`q_positions.start`: expected values that fit int32"),
+    ({"kv_lengths": np.full(B, 2**64 - 1, np.uint64)}, "`kv_lengths`: expected values that fit uint32"),
+    # Wrapped, these two segments would be one.
+    ({"q_segment_ids": np.zeros(T, int), "kv_segment_ids": np.full(S, 2**32)}, "`kv_segment_ids`: expected values"),
     ({"tree_mask": TREE}, "tree_mask with T = 4 and S = 6 is ambiguous"),
     ({"tree_mask": TREE, "q_positions": np.arange(T)}, "`q_positions`: expected `Contiguous`"),
     ({"tree_mask": TREE[:2], "q_positions": Contiguous(np.zeros(B, int))}, "`tree_mask`: expected shape"),
