@@ -107,7 +107,12 @@ def merge(a: SoftmaxStats, b: SoftmaxStats) -> SoftmaxStats:
 
     Returns:
       Statistics of both sets together.
+
+    Raises:
+      ValueError: the rows differ in number.
     """
+    if a.u.shape != b.u.shape:
+        raise fail("b", f"statistics of the same rows as `a`, u of shape {list(a.u.shape)}", list(b.u.shape))
     m = jnp.maximum(lax.stop_gradient(a.m), lax.stop_gradient(b.m))
     scale_a, scale_b = _scale(a.m, m), _scale(b.m, m)
     both = SoftmaxStats(

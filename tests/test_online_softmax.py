@@ -269,6 +269,11 @@ def test_an_axis_of_no_parts_is_empty() -> None:
     assert_same_bits(merge_axis(empty_stats((0, 2), 3), 0), empty_stats((2,), 3))
 
 
+def test_statistics_of_other_rows() -> None:
+    with pytest.raises(ValueError, match="`b`: expected statistics of the same rows"):
+        merge(empty_stats((2, 2), 3), empty_stats((1, 2), 3))
+
+
 @pytest.mark.parametrize("axis", [2, -3])
 def test_an_axis_that_does_not_exist(axis: int) -> None:
     with pytest.raises(ValueError, match="`axis`: expected an axis of rows of rank 2"):
