@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
+from flashspec import checks
 from flashspec.attention import backends
 from flashspec.attention.backends import Implementation
 from flashspec.attention.plan import AttentionPlan, make_plan, resolve_device
@@ -72,8 +73,8 @@ def dot_product_attention(
       q_segment_ids: [B, T] integers; a query sees keys of its own segment only.
       kv_segment_ids: [B, S] integers.
       window: (left, right), the positions besides its own that a query sees on each side; None for no limit.
-      scale: a Python number; 1 / sqrt(H) by default.
-      logits_soft_cap: c of c tanh(score / c), a Python number above 0.
+      scale: a Python number of at most 1e30 in magnitude; 1 / sqrt(H) by default.
+      logits_soft_cap: c of c tanh(score / c), a Python number in [1e-30, 1e30].
       sinks: [N] natural-log logits, one more key with value 0 for each head; neither scaled nor capped. In lse too.
       dropout_rate: a Python number in [0, 1], the probability of dropping a weight; the normaliser keeps it.
       dropout_key: a typed key, as from `jax.random.key`.
@@ -93,7 +94,7 @@ def dot_product_attention(
       NotImplementedError: the implementations named cannot run this call; the message has every reason.
     """
     arguments = dict(locals())  # all of them under their own names, to be checked in one place
-    arguments["return_lse"] = return_lse or empty_rows == "error"
+    arguments["return_lse"] = checks.flag("return_lse", return_lse) or empty_rows == "error"
     request, operands = _prepare(arguments)
     output, lse = backends.run(request, operands, implementation)
     if empty_rows == "error":
@@ -195,9 +196,9 @@ def plan_attention(
     given = {name: arguments[name] for name in ("query", "key", "value")}
     check_dtypes(**given)
     kind, arguments["platform"] = resolve_device(arguments.pop("device"), query)
-    arguments["return_lse"] = return_lse or empty_rows == "error"
-    arguments["partitioned"] = partitioned_axes(**given, bias=bias, mask=mask)
+    arguments["return_lse"] = checks.flag("return_lse", return_lse) or empty_rows == "error"
     arrays = {name: arguments.pop(name) for name in _ARRAYS}
+    arguments["partitioned"] = partitioned_axes(**arrays)
     requests: list[AttentionRequest] = []
 
     def prepare(arrays: dict[str, Any]) -> AttentionOperands:
@@ -209,16 +210,17 @@ def plan_attention(
     return make_plan(requests[0], operands, given, implementation, kind)
 
 
-_OPERANDS = ("query", "key", "value", "bias", "mask")
-_STRUCTURE = ("q_positions", "kv_positions", "q_lengths", "kv_lengths", "q_segment_ids", "kv_segment_ids")
-_ARRAYS = (*_OPERANDS, *_STRUCTURE, "sinks", "dropout_key", "dropout_offsets")
+_ARRAYS = (
+    *("query", "key", "value", "bias", "mask", "q_positions", "kv_positions", "q_lengths", "kv_lengths"),
+    *("q_segment_ids", "kv_segment_ids", "sinks", "dropout_key", "dropout_offsets"),
+)
 
 
 def _prepare(arguments: dict[str, Any]) -> tuple[AttentionRequest, AttentionOperands]:
     """Check the arguments of a call, all but `implementation`, together with where its operands lie."""
     facts = {name: argument for name, argument in arguments.items() if name != "implementation"}
     if "partitioned" not in facts:
-        facts["partitioned"] = partitioned_axes(**{name: facts[name] for name in _OPERANDS})
+        facts["partitioned"] = partitioned_axes(**{name: facts[name] for name in _ARRAYS if name in facts})
     if "platform" not in facts:
         _, facts["platform"] = resolve_device(None, facts["query"])
     return make_request(**facts)

@@ -85,15 +85,20 @@ def candidates(request: AttentionRequest, implementation: Implementation) -> tup
     scores, "blockwise" for larger ones.
     """
     if implementation is not None:
-        names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
-        if not names:
-            raise fail("implementation", "a name, a sequence of names, or None", repr(implementation))
-        for name in names:
-            checks.one_of("implementation", name, tuple(BACKENDS))
-        return names
+        return named(implementation)
     kernels = {"cuda": ("hopper", "ampere", "cudnn"), "tpu": ("tpu",)}.get(request.platform, ())
     xla = ("reference", "blockwise") if request.T * request.S <= SMALL else ("blockwise", "reference")
     return (*kernels, *xla)
+
+
+def named(implementation: str | Sequence[str]) -> tuple[str, ...]:
+    """The names that a caller gave, one or more; ValueError for one that does not exist."""
+    names = (implementation,) if isinstance(implementation, str) else implementation
+    if not isinstance(names, Sequence) or not names:
+        raise fail("implementation", "a name, a sequence of names, or None", repr(implementation))
+    for name in names:
+        checks.one_of("implementation", name, tuple(BACKENDS))
+    return tuple(names)
 
 
 def select(request: AttentionRequest, implementation: Implementation) -> Backend:
@@ -103,11 +108,16 @@ def select(request: AttentionRequest, implementation: Implementation) -> Backend
       ValueError: an implementation that does not exist.
       NotImplementedError: none supports the request; the message has every reason of every candidate.
     """
+    return BACKENDS[first_that_can(candidates(request, implementation), lambda name: BACKENDS[name].supports(request))]
+
+
+def first_that_can(names: Sequence[str], refusals: Callable[[str], tuple[str, ...]]) -> str:
+    """The first of `names` without refusals; NotImplementedError with all of them where each has some."""
     refused = {}
-    for name in candidates(request, implementation):
-        refused[name] = BACKENDS[name].supports(request)
+    for name in names:
+        refused[name] = refusals(name)
         if not refused[name]:
-            return BACKENDS[name]
+            return name
     lines = [f"  {name}: {reason}" for name, reasons in refused.items() for reason in reasons]
     raise NotImplementedError("no implementation supports this call:\n" + "\n".join(lines))
 
@@ -123,7 +133,7 @@ def run(request: AttentionRequest, operands: AttentionOperands, implementation: 
     """
     default = select(request, implementation)
     others = {}
-    if not checks.is_concrete(operands.query):
+    if not all(map(checks.is_concrete, jax.tree.leaves(operands))):
         for platform in platforms():
             try:
                 others[platform] = select(dataclasses.replace(request, platform=platform), implementation)
@@ -154,18 +164,29 @@ def scope(name: str) -> str:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that repeated eager calls compile their loops once
 def _execute(request: AttentionRequest, name: str, operands: AttentionOperands) -> Any:
-    call = functools.partial(_call, request, BACKENDS[name])
-    sharding = jax.typeof(operands.query).sharding
-    if not sharding.mesh.explicit_axes:
+    rows, wide = row_specs(operands.query)
+    results: Any = (wide, rows if request.return_lse else None)
+    if request.statistics:
+        results = SoftmaxStats(rows, rows, wide, rows)
+    return in_auto_mode(functools.partial(_call, request, BACKENDS[name]), operands, results)
+
+
+def row_specs(query: jax.Array) -> tuple[Any, Any]:
+    """How the rows [B, T, N] and the output [B, T, N, Hv] of a query are split in explicit mode: as it is."""
+    batch, _, heads, _ = jax.typeof(query).sharding.spec
+    return PartitionSpec(batch, None, heads), PartitionSpec(batch, None, heads, None)
+
+
+def in_auto_mode[T](call: Callable[[AttentionOperands], T], operands: AttentionOperands, results: Any) -> T:
+    """`call(operands)` with the explicit axes of the query's mesh left to XLA, shardings named for `results` alone.
+
+    Loops and masks in explicit mode would each have to name theirs.
+    """
+    mesh = jax.typeof(operands.query).sharding.mesh
+    if not mesh.explicit_axes:
         return call(operands)
-    # Loops and masks in explicit mode would each have to name their shardings; only the results' are worth naming.
-    batch, _, heads, _ = sharding.spec
-    rows: Any = PartitionSpec(batch, None, heads)
-    wide: Any = PartitionSpec(batch, None, heads, None)
-    results = (
-        SoftmaxStats(rows, rows, wide, rows) if request.statistics else (wide, rows if request.return_lse else None)
-    )
-    return jax.sharding.auto_axes(call, axes=sharding.mesh.explicit_axes, out_sharding=results)(operands)
+    with jax.sharding.use_abstract_mesh(mesh):  # the operands may lie on a mesh that nobody has set
+        return jax.sharding.auto_axes(call, axes=mesh.explicit_axes, out_sharding=results)(operands)
 
 
 def _call(request: AttentionRequest, backend: Backend, operands: AttentionOperands) -> Any:

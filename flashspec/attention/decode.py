@@ -21,7 +21,7 @@ from flashspec import checks
 from flashspec.attention import backends, reference
 from flashspec.attention.backends import Implementation
 from flashspec.attention.request import AttentionOperands, AttentionRequest, make_request, partitioned_axes
-from flashspec.attention.views import View, WindowView, gather
+from flashspec.attention.views import View, WindowView, check_view, gather
 from flashspec.checks import fail
 from flashspec.masks import Contiguous, Window, make_mask
 from flashspec.online_softmax import SoftmaxStats, empty_stats, finalize, merge_axis, shifted_weights
@@ -60,8 +60,8 @@ def decode_attention(
       tree_mask: bool [T, T] or [B, T, T]: [i, j] says that new token i descends from new token j, itself included. New
         token j lies in slot length - n + j, and its logical position is that of its depth in the tree.
       window: (left, right) or an integer: how many positions besides its own a query sees on each side.
-      scale: a Python number; 1 / sqrt(H) by default.
-      logits_soft_cap: c of c tanh(score / c), a Python number above 0.
+      scale: a Python number of at most 1e30 in magnitude; 1 / sqrt(H) by default.
+      logits_soft_cap: c of c tanh(score / c), a Python number in [1e-30, 1e30].
       sinks: [N] natural-log logits, one more key with value 0 for each head; neither scaled nor capped. In lse too.
       implementation: "blockwise" (keys in parts, the default) or "reference"; or a sequence of names, of which the
         first that supports the call runs.
@@ -88,6 +88,7 @@ def decode_attention(
     if not 1 <= request.T <= MAX_QUERIES:
         raise fail("query", f"1 to {MAX_QUERIES} new tokens T (`cached_attention` takes more)", f"T = {request.T}")
     splits = cdiv(request.S, PART) if num_splits is None else checks.at_least("num_splits", num_splits, 1)
+    checks.flag("return_lse", return_lse)
     output, lse = _run(request, _select(request, implementation), max(splits, 1), operands)
     return (output, lse) if return_lse else output
 
@@ -136,25 +137,28 @@ def _prepare(
     **options: Any,
 ) -> tuple[AttentionRequest, AttentionOperands]:
     """The call over the gathered view, with its queries at the end of each row."""
-    key, value, kv_positions, kv_valid = gather(view)
     sizes = checks.shape("query", query, "B T N H")
-    checks.shape("view.length", view.length, "B", sizes)
-    checks.integer("view.length", view.length)
+    check_view(view, sizes["B"])
+    length = jnp.asarray(view.length, jnp.int32)
+    real: Any = sizes["T"]
     if q_lengths is not None:
+        q_lengths = checks.array("q_lengths", q_lengths)
         checks.shape("q_lengths", q_lengths, "B", sizes)
         checks.integer("q_lengths", q_lengths)
-    real = sizes["T"] if q_lengths is None else jnp.asarray(q_lengths).astype(view.length.dtype)
+        real = jnp.clip(q_lengths, 0, sizes["T"]).astype(jnp.int32)
+    key, value, kv_positions, kv_valid = gather(view)
     structure: dict[str, Any] = {
         "is_causal": tree_mask is None,
         "window": window,
-        "q_positions": Contiguous(view.length - real),
+        "q_positions": Contiguous(length - real),
         "kv_positions": kv_positions,
         "q_lengths": q_lengths,
         # A ring's slots are not in order of position, so that which of them are live is no length.
         "mask": kv_valid[:, None, None, :] if isinstance(view, WindowView) else None,
-        "kv_lengths": None if isinstance(view, WindowView) else view.length,
+        "kv_lengths": None if isinstance(view, WindowView) else length,
     }
-    split = partitioned_axes(query=query, key=key, value=value)
+    held = {field.name: getattr(view, field.name) for field in dataclasses.fields(view)}
+    split = partitioned_axes(query=query, **held)
     request, operands = make_request(query, key, value, **structure, **options, partitioned=split)
     if tree_mask is not None:
         scores = request.B, request.N, request.T, request.S
@@ -164,18 +168,10 @@ def _prepare(
 
 def _select(request: AttentionRequest, implementation: Implementation) -> str:
     """The first implementation named that can decode this request."""
-    if implementation is None:
-        names: tuple[str, ...] = ("blockwise",)
-    else:
-        names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
-    refused = {}
-    for name in names:
-        checks.one_of("implementation", name, tuple(backends.BACKENDS))
-        refused[name] = _REFUSALS.get(name, ()) or backends.BACKENDS[name].supports(request)
-        if not refused[name]:
-            return name
-    lines = [f"  {name}: {reason}" for name, reasons in refused.items() for reason in reasons]
-    raise NotImplementedError("no implementation supports this call:\n" + "\n".join(lines))
+    names = ("blockwise",) if implementation is None else backends.named(implementation)
+    return backends.first_that_can(
+        names, lambda name: _REFUSALS.get(name, ()) or backends.BACKENDS[name].supports(request)
+    )
 
 
 _REFUSALS: Mapping[str, tuple[str, ...]] = {
@@ -188,10 +184,14 @@ _REFUSALS: Mapping[str, tuple[str, ...]] = {
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that eager calls are one program
 def _run(request: AttentionRequest, name: str, splits: int, operands: AttentionOperands) -> tuple[Array, Array]:
-    with jax.named_scope(backends.scope(name)):
-        if name == "reference":
-            return reference.reference_attention(request, operands)
-        return finalize(_split_stats(request, operands, splits), sinks=operands.sinks, dtype=request.dtype)
+    def call(operands: AttentionOperands) -> tuple[Array, Array]:
+        with jax.named_scope(backends.scope(name)):
+            if name == "reference":
+                return reference.reference_attention(request, operands)
+            return finalize(_split_stats(request, operands, splits), sinks=operands.sinks, dtype=request.dtype)
+
+    rows, wide = backends.row_specs(operands.query)
+    return backends.in_auto_mode(call, operands, (wide, rows))
 
 
 def _split_stats(request: AttentionRequest, operands: AttentionOperands, splits: int) -> SoftmaxStats:

@@ -112,6 +112,8 @@ def resolve_device(device: jax.Device | str | None, query: Any) -> tuple[str, st
         if platform is None:
             raise fail("device", f"a jax.Device or a kind beginning with one of {tuple(_PLATFORMS)}", repr(device))
         return device, platform
+    if device is not None and not isinstance(device, jax.Device):
+        raise fail("device", "a jax.Device, the kind of one, or None", repr(device))
     if device is not None:
         return device.device_kind, platform_of(device)
     placed = isinstance(query, jax.Array) and is_concrete(query)

@@ -21,6 +21,8 @@ from flashspec.online_softmax import stats_dtype
 
 type Number = ArrayLike  # of no dimensions and static: a traced array is refused by the argument's name
 
+# Outside of these, the product of a scale or a soft cap with a score leaves the range of float32.
+LARGEST, SMALLEST_CAP = 1e30, 1e-30
 DTYPES = (jnp.bfloat16, np.float16, np.float32, np.float64)
 
 
@@ -131,7 +133,7 @@ def make_request(
     """
     checks.one_of("empty_rows", empty_rows, ("zero", "error"))
     check_dtypes(query=query, key=key, value=value)
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    query, key, value = (checks.array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     sizes = checks.shape("query", query, "B T N H")
     sizes = checks.shape("key", key, "B S K H", sizes)
     sizes = checks.shape("value", value, "B S K Hv", sizes)
@@ -140,7 +142,7 @@ def make_request(
     if sizes["N"] % sizes["K"]:
         raise fail("query", f"a number of heads N that is a multiple of K = {sizes['K']}", f"N = {sizes['N']}")
     scores = (sizes["B"], sizes["N"], sizes["T"], sizes["S"])
-    rate = _number("dropout_rate", dropout_rate, low=0.0, high=1.0)
+    rate = _number("dropout_rate", dropout_rate, 0.0, 1.0)
     arrays = {
         "bias": bias,
         "mask": mask,
@@ -167,14 +169,16 @@ def make_request(
     request = AttentionRequest(
         **sizes,
         dtype=query.dtype,
-        scale=1 / math.sqrt(sizes["H"]) if scale is None else _number("scale", scale),
+        scale=1 / math.sqrt(sizes["H"]) if scale is None else _number("scale", scale, -LARGEST, LARGEST),
         is_causal=structure.is_causal,
         window=structure.window,
-        logits_soft_cap=None if logits_soft_cap is None else _number("logits_soft_cap", logits_soft_cap, above=0.0),
+        logits_soft_cap=(
+            None if logits_soft_cap is None else _number("logits_soft_cap", logits_soft_cap, SMALLEST_CAP, LARGEST)
+        ),
         dropout_rate=rate,
         dropout_broadcast=_axes("dropout_broadcast", dropout_broadcast),
         options=frozenset(name for name, array in arrays.items() if array is not None),
-        return_lse=return_lse,
+        return_lse=checks.flag("return_lse", return_lse),
         statistics=statistics,
         platform=platform,
         partitioned=partitioned,
@@ -183,7 +187,7 @@ def make_request(
         query=query,
         key=key,
         value=value,
-        bias=_bias(bias, scores),
+        bias=_bias(bias, scores, request.stats_dtype),
         mask=structure,
         sinks=_sinks(sinks, sizes["N"], request.stats_dtype),
         dropout=_dropout(dropout_key, rate, request.dropout_broadcast, dropout_offsets),
@@ -191,20 +195,29 @@ def make_request(
     return request, operands
 
 
+# Axes, counted from the end, that a call needs whole on every device: all but batch and heads.
+_WHOLE_AXES = {
+    **dict.fromkeys(("query", "key", "value"), (-3, -1)),  # [B, T or S, heads, size]
+    **dict.fromkeys(("bias", "mask"), (-2, -1)),  # [B, N, T, S]
+    **dict.fromkeys(("q_positions", "kv_positions", "q_segment_ids", "kv_segment_ids", "page_table"), (-1,)),
+    **dict.fromkeys(("key_pages", "value_pages"), (-4, -3, -1)),  # [pages, page, heads, size]
+}
+
+
 def partitioned_axes(**operands: Any) -> tuple[str, ...]:
     """Which axes of the operands are split over devices, other than batch and heads: "key axis 1" for S.
 
     Args:
-      operands: query, key, value [B, T or S, heads, size], bias and mask [B, N, T, S], by name; None is skipped.
+      operands: arrays of a call or of a view by name; None is skipped, and so are names without such an axis.
         Sharding is seen on concrete arrays, on `ShapeDtypeStruct`s that carry one, and on tracers of meshes in
         explicit mode; inside a `jit` in automatic mode no operand has one.
     """
-    allowed = {"query": (0, 2), "key": (0, 2), "value": (0, 2), "bias": (0, 1), "mask": (0, 1)}
-    found = []
-    for name, operand in operands.items():
-        split = _split_axes(operand)
-        found += [f"{name} axis {axis}" for axis in split if axis not in allowed[name]]
-    return tuple(found)
+    return tuple(
+        f"{name} axis {axis}"
+        for name, operand in operands.items()
+        for axis in _split_axes(operand)
+        if axis - len(operand.shape) in _WHOLE_AXES.get(name, ())
+    )
 
 
 def _split_axes(operand: Any) -> list[int]:
@@ -224,52 +237,54 @@ def _split_axes(operand: Any) -> list[int]:
 
 def check_dtypes(**arrays: Any) -> None:
     """Check that query, key and value, given by name, share one dtype in which attention is computed."""
-    given = {name: np.dtype(getattr(array, "dtype", np.float32)) for name, array in arrays.items()}
-    first = next(iter(given.values()))
-    for name, dtype in given.items():
+    first = None
+    for name, array in arrays.items():
+        dtype = getattr(array, "dtype", None)
+        if dtype is None:
+            raise fail(name, "an array", type(array).__name__)
         if dtype not in DTYPES:
             raise fail(name, "dtype " + ", ".join(np.dtype(dtype).name for dtype in DTYPES), dtype)
         if dtype == np.float64 and jax.dtypes.canonicalize_dtype(dtype) != dtype:
             raise fail(name, "float32 or narrower unless jax_enable_x64 is set", dtype)
+        first = first or dtype
         if dtype != first:
             raise fail(name, f"the query's dtype {first}", dtype)
 
 
-def _number(
-    name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, above: float | None = None
-) -> float:
+def _number(name: str, value: Any, low: float, high: float) -> float:
     """Check a static number: a Python or numpy scalar, since the compiled program holds it as a constant."""
-    expected = f"a number above {above}" if above is not None else f"a number in [{low}, {high}]"
+    expected = f"a number in [{low}, {high}]"
     if isinstance(value, jax.core.Tracer):
         raise fail(name, f"a Python number, static under jit ({expected})", "a traced array")
-    if isinstance(value, bool) or np.ndim(value) != 0 or not np.issubdtype(np.result_type(value), np.number):
+    dtype = np.asarray(value).dtype
+    real = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
+    if np.ndim(value) != 0 or not real or not low <= float(value) <= high:
         raise fail(name, expected, repr(value))
-    number = float(value)
-    if not math.isfinite(number) or not low <= number <= high or (above is not None and number <= above):
-        raise fail(name, expected, repr(value))
-    return number
+    return float(value)
 
 
 def _axes(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
-    if isinstance(axes, str) or any(axis not in AXES for axis in axes):
+    if not isinstance(axes, tuple | list) or any(axis not in AXES for axis in axes):
         raise fail(name, f"a tuple of names out of {AXES}", repr(axes))
     return tuple(axis for axis in AXES if axis in axes)
 
 
-def _bias(bias: ArrayLike | None, shape: tuple[int, ...]) -> jax.Array | None:
+def _bias(bias: ArrayLike | None, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array | None:
     if bias is None:
         return None
-    bias = jnp.asarray(bias)
+    bias = checks.array("bias", bias)
     checks.floating("bias", bias)
-    if bias.ndim != 4 or any(got not in (1, want) for got, want in zip(bias.shape, shape, strict=True)):
-        raise fail("bias", f"rank 4, broadcastable to [B, N, T, S] = {list(shape)}", f"shape {list(bias.shape)}")
+    checks.broadcastable("bias", bias, "B N T S", shape)
+    if bias.dtype.itemsize > dtype.itemsize:  # a large finite bias is no mask: it may not round to -inf
+        limits = np.finfo(dtype)
+        bias = jnp.where(jnp.isinf(bias), bias, jnp.clip(bias, float(limits.min), float(limits.max)))
     return bias
 
 
 def _sinks(sinks: ArrayLike | None, heads: int, dtype: np.dtype) -> jax.Array | None:
     if sinks is None:
         return None
-    sinks = jnp.asarray(sinks)
+    sinks = checks.array("sinks", sinks)
     checks.floating("sinks", sinks)
     checks.shape("sinks", sinks, "N", {"N": heads})
     return sinks.astype(dtype)
@@ -281,13 +296,17 @@ def _dropout(
     broadcast: tuple[str, ...],
     offsets: ArrayLike | tuple[ArrayLike, ...] | None,
 ) -> Dropout | None:
+    if isinstance(offsets, tuple | list) and len(offsets) == 4:
+        parts = [checks.array("dropout_offsets", offset) for offset in offsets]
+        for part in parts:
+            checks.integer("dropout_offsets", part)
+        offsets = jnp.stack([part.astype(jnp.int32) for part in parts])
+    offsets = checks.array("dropout_offsets", np.zeros(4, np.int32) if offsets is None else offsets)
+    checks.shape("dropout_offsets", offsets, "4")
+    checks.integer("dropout_offsets", offsets)
     if rate == 0:
         return None
-    if key is None or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape != ():
-        got = None if key is None else f"dtype {key.dtype}, shape {list(key.shape)}"
+    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape != ():
+        got = f"dtype {key.dtype}, shape {list(key.shape)}" if isinstance(key, jax.Array) else repr(key)
         raise fail("dropout_key", "one typed key, as from `jax.random.key`, because dropout_rate > 0", got)
-    offsets = jnp.stack([jnp.asarray(x) for x in offsets]) if isinstance(offsets, tuple) else offsets
-    offsets = jnp.zeros(4, jnp.int32) if offsets is None else jnp.asarray(offsets)
-    checks.integer("dropout_offsets", offsets)
-    checks.shape("dropout_offsets", offsets, "4")
     return make_dropout(key, rate, broadcast, offsets)

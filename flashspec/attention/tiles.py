@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from flashspec.attention.dropout import Dropout
@@ -137,9 +138,10 @@ def tile_gradients(
     G_P = G_P if own.keep is None else jnp.where(own.keep, G_P, 0) * kept_scale
     slope = 1 if call.soft_cap is None else 1 - jnp.square(own.scores / call.soft_cap)
     G_S = jnp.where(own.visible, P * (G_P + _columns(own.split(row_term, axis=2))) * slope, 0)
-    narrow = G_S.astype(own.key.dtype)
-    G_Q = own.einsum("bkgts,bskh->btkgh", narrow, own.key) * call.scale
-    G_K = own.einsum("bkgts,btkgh->bskh", narrow, own.query) * call.scale
+    unit = _unit(G_S, own.key.dtype)
+    narrow = (G_S / unit).astype(own.key.dtype)
+    G_Q = own.einsum("bkgts,bskh->btkgh", narrow, own.key) * (unit * call.scale)
+    G_K = own.einsum("bkgts,btkgh->bskh", narrow, own.query) * (unit * call.scale)
     bias = None if own.bias is None else G_S.reshape(G_S.shape[0], -1, *G_S.shape[3:])
     return Tensors(G_Q.reshape(tile.tensors.query.shape), G_K, G_V, bias)
 
@@ -188,6 +190,17 @@ def sum_to(x: Array, shape: tuple[int, ...]) -> Array:
     """`x` summed over the axes along which an array of `shape` was broadcast to it."""
     axes = tuple(axis for axis, (got, want) in enumerate(zip(x.shape, shape, strict=True)) if got != want)
     return jnp.sum(x, axis=axes, keepdims=True) if axes else x
+
+
+def _unit(x: Array, dtype: np.dtype) -> Array | float:
+    """What to divide `x` by before it is rounded to `dtype`: its largest magnitude in float16, whose range is narrow.
+
+    G_S can leave that range, at either end, where the gradients made of it do not.
+    """
+    if dtype != np.float16:
+        return 1.0
+    largest = jnp.max(jnp.abs(lax.stop_gradient(x)))
+    return jnp.where(largest > 0, largest, 1)
 
 
 def _rows(x: Array) -> Array:

@@ -9,6 +9,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flashspec import checks
+from flashspec.checks import fail
 
 
 @jax.tree_util.register_dataclass
@@ -73,6 +77,27 @@ def slots(view: View) -> int:
     return view.key.shape[1]
 
 
+def check_view(view: View, batch: int) -> None:
+    """ValueError for a view that is none, or whose arrays do not fit each other or a batch of that size."""
+    if isinstance(view, PagedView):
+        sizes = checks.shape("view.key_pages", view.key_pages, "pages page K H")
+        checks.shape("view.value_pages", view.value_pages, "pages page K Hv", sizes)
+        checks.shape("view.page_table", view.page_table, "B _", {"B": batch})
+        integers = {"page_table": view.page_table, "length": view.length}
+    elif isinstance(view, DenseView | WindowView):
+        sizes = checks.shape("view.key", view.key, "B S K H", {"B": batch})
+        checks.shape("view.value", view.value, "B S K Hv", sizes)
+        integers = {"length": view.length}
+        if isinstance(view, WindowView):
+            checks.shape("view.positions", view.positions, "B S", sizes)
+            integers["positions"] = view.positions
+    else:
+        raise fail("view", "a DenseView, WindowView or PagedView", type(view).__name__)
+    checks.shape("view.length", view.length, "B", {"B": batch})
+    for name, array in integers.items():
+        checks.integer(f"view.{name}", array)
+
+
 def gather(view: View) -> tuple[Array, Array, Array | None, Array]:
     """The view in dense form, slots along axis 1.
 
@@ -83,10 +108,10 @@ def gather(view: View) -> tuple[Array, Array, Array | None, Array]:
       key [B, S, K, H]; value [B, S, K, Hv]; kv_positions [B, S] int32, or None where slot s holds position s;
       kv_valid [B, S] bool, False on every slot that holds no live position. Dense and window arrays are not copied.
     """
-    length = view.length[:, None]
+    length = jnp.asarray(view.length, jnp.int32)[:, None]
     if isinstance(view, WindowView):
-        valid = (view.positions >= 0) & (view.positions < length)
-        return view.key, view.value, view.positions, valid
+        positions = jnp.asarray(view.positions, jnp.int32)
+        return view.key, view.value, positions, (positions >= 0) & (positions < length)
     positions = jnp.arange(slots(view), dtype=jnp.int32)[None, :]
     valid = positions < length
     if isinstance(view, DenseView):
@@ -97,5 +122,11 @@ def gather(view: View) -> tuple[Array, Array, Array | None, Array]:
 
 def _read_pages(pages: Array, page_table: Array) -> Array:
     """Rows' pages end to end, [B, max_pages * page, ...]; stray table entries are clamped: the length hides them."""
-    rows = jnp.take(pages, page_table, axis=0, mode="clip")
+    pages, page_table = jnp.asarray(pages), jnp.asarray(page_table, jnp.int32)
+    # In explicit mode a gather has to be told: rows are split as the table is, heads as the pages are.
+    held, split = jax.typeof(pages).sharding, None
+    if held.mesh.explicit_axes:
+        batch, heads = jax.typeof(page_table).sharding.spec[0], held.spec[2]
+        split = NamedSharding(held.mesh, PartitionSpec(batch, None, None, heads, None))
+    rows = pages.at[page_table].get(mode="clip", out_sharding=split)
     return rows.reshape(rows.shape[0], rows.shape[1] * rows.shape[2], *rows.shape[3:])

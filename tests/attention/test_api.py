@@ -58,7 +58,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"sinks": jnp.zeros(N, jnp.int32)}, "`sinks`: expected a floating dtype"),
     ({"scale": jnp.inf}, "`scale`: expected a number"),
     ({"scale": np.ones(2)}, "`scale`: expected a number"),
-    ({"logits_soft_cap": 0.0}, "`logits_soft_cap`: expected a number above 0"),
+    ({"scale": 1j}, "`scale`: expected a number"),
+    ({"scale": 1e300}, r"`scale`: expected a number in \[-1e\+30, 1e\+30\]"),
+    ({"logits_soft_cap": 0.0}, r"`logits_soft_cap`: expected a number in \[1e-30, 1e\+30\]"),
+    # In float32 a score over such a cap is 0, so that every score would be.
+    ({"logits_soft_cap": 1e38}, r"`logits_soft_cap`: expected a number in \[1e-30, 1e\+30\]"),
+    ({"dropout_offsets": (0, 0, 0)}, "`dropout_offsets`: expected shape"),
+    ({"dropout_offsets": (0, 0, 0, 0.0)}, "`dropout_offsets`: expected an integer dtype"),
     ({"dropout_rate": -0.1, "dropout_key": KEY}, r"`dropout_rate`: expected a number in \[0.0, 1.0\]"),
     ({"dropout_rate": 0.1}, "`dropout_key`: expected one typed key"),
     ({"dropout_rate": 0.1, "dropout_key": jax.random.split(KEY)}, "`dropout_key`: expected one typed key"),
@@ -79,6 +85,31 @@ def test_a_wrong_argument_is_named(wrong: dict[str, Any], message: str) -> None:
         dot_product_attention(**arguments)
     with pytest.raises(ValueError, match=message):
         plan_attention(**arguments)
+
+
+def test_numbers_that_32_bits_cannot_hold_are_refused() -> None:
+    """jax would wrap the integer to -1, which hides every key, and round the bias to -inf, which is a mask."""
+    for wrong in ({"kv_lengths": np.full(B, 2**63 - 1)}, {"bias": np.full((1, 1, 1, 1), -1e300)}):
+        (name,) = wrong
+        with pytest.raises(ValueError, match=f"`{name}`: expected values that fit .*32 unless jax_enable_x64 is set"):
+            dot_product_attention(q, k, v, **wrong)
+
+
+@pytest.mark.parametrize("implementation", INSTALLED)
+def test_a_wide_bias_is_no_mask(implementation: str, x64: None) -> None:
+    call = functools.partial(dot_product_attention, q, k, v, implementation=implementation)
+    output = call(np.full((1, 1, 1, 1), -1e300))
+    np.testing.assert_allclose(output, np.mean(v, axis=1, keepdims=True).repeat(2, 2) + 0 * output, atol=1e-6)
+    assert not call(np.full((1, 1, 1, 1), -np.inf)).any()
+
+
+def test_offsets_of_several_dtypes(x64: None) -> None:
+    call = functools.partial(dot_product_attention, q, k, v, dropout_rate=0.5, dropout_key=KEY)
+    want = call(dropout_offsets=np.array([0, 1, 2, 3]))
+    got = jax.jit(lambda i: call(dropout_offsets=(i, 1, np.int64(2), jnp.uint8(3))))(jnp.int32(0))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(call(), want, rtol=1e-6)
 
 
 def test_a_traced_number_is_refused() -> None:

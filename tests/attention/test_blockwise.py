@@ -254,6 +254,22 @@ def test_narrow_inputs_accumulate_wide(dtype, tolerance):
     compare([lse], want[1:], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("size", [300.0, 1e-3])
+def test_float16_gradients_whose_factors_leave_its_range(size):
+    """G_S is about size^2, beyond or below what float16 holds; what it makes with small or large keys is not."""
+    q, k, v = operands(np.float32, heads=K)
+    q, k, v = (x.astype(jnp.float16) for x in (q / size, k / size, v * size))
+
+    def slopes(implementation, *inputs):
+        weigh = jnp.asarray(array(B, T, K, HV) * size)
+        call = lambda *x: jnp.sum(weigh.astype(x[0].dtype) * run(implementation, *x, scale=1.0)[0])  # noqa: E731
+        return jax.jit(jax.grad(call, (0, 1, 2)))(*inputs)
+
+    want = slopes(reference_attention, *(x.astype(jnp.float32) for x in (q, k, v)))
+    for x, y in zip(slopes(ragged, q, k, v), want, strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float32), y, atol=4e-3 * np.abs(y).max())
+
+
 def test_only_tiles_that_may_hold_a_pair_are_visited():
     causal = make_mask((1, 1, 64, 64), is_causal=True)
     assert _starts(causal, (16, 16)) == tuple((q, k) for q in range(0, 64, 16) for k in range(0, q + 1, 16))

@@ -1,11 +1,13 @@
 """Attention over cache views: every view against a loop in float64, and decoding step by step against verification."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flashspec.attention.decode import cached_attention, decode_attention
 from flashspec.attention.views import DenseView, PagedView, WindowView, gather
@@ -301,6 +303,7 @@ def test_vmap_and_length_beyond_capacity():
         ({"tree_mask": jnp.ones((T, T))}, "`tree_mask`: expected dtype bool"),
         ({"tree_mask": jnp.ones((2, 2), bool)}, "`tree_mask`: expected shape"),
         ({"window": -1}, "`window`"),
+        ({"implementation": ()}, "`implementation`: expected a name"),
         ({"num_splits": 0}, "`num_splits`: expected an integer of at least 1"),
         ({"implementation": "numpy"}, "`implementation`: expected one of"),
     ],
@@ -310,6 +313,78 @@ def test_wrong_arguments(changed, message):
     arguments = {"query": jnp.asarray(q), "view": make_view("dense", k, v)} | changed
     with pytest.raises(ValueError, match=message):
         decode_attention(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "change", "message"),
+    [
+        ("dense", "value", lambda x: x[:, 1:], r"expected shape \[B, S, K, Hv\] with S = 24"),
+        ("dense", "key", lambda x: x[0], "expected rank 4"),
+        ("dense", "length", lambda x: x[:1], r"expected shape \[B\] with B = 3"),
+        ("window", "positions", lambda x: x[:, 1:], r"expected shape \[B, S\] with S = 14"),
+        ("window", "positions", lambda x: x * 1.0, "expected an integer dtype"),
+        ("paged", "value_pages", lambda x: x[1:], r"expected shape \[pages, page, K, Hv\] with pages = 20"),
+        ("paged", "page_table", lambda x: x[0], "expected rank 2"),
+        ("paged", "page_table", lambda x: x * 1.0, "expected an integer dtype"),
+    ],
+)
+def test_views_that_do_not_fit(kind, field, change, message):
+    q, k, v = history()
+    view = make_view(kind, k, v)
+    view = dataclasses.replace(view, **{field: change(np.asarray(getattr(view, field)))})
+    with pytest.raises(ValueError, match=f"`view.{field}`: {message}"):
+        decode_attention(jnp.asarray(q), view)
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_lengths_past_the_queries_count_all_of_them(kind):
+    q, k, v = history()
+    real = np.array([2**31 - 1, T, T + 1])
+    options = options_of(kind)
+    left = options.get("window")
+    got = decode_attention(jnp.asarray(q), make_view(kind, k, v), q_lengths=real, **options)
+    check([got], attend(q, k, v, visible_pairs(left=left))[:1])
+    with pytest.raises(AssertionError):
+        check([got], attend(q, k, v, visible_pairs(LENGTHS - 1, left=left))[:1])
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32])
+def test_lengths_of_any_integer_dtype(kind, dtype):
+    q, k, v = history()
+    lengths = np.array([19, 2, 24], np.int32)  # an unsigned 2 - T would not be negative
+    view = make_view(kind, k, v, lengths)
+    got = decode_attention(jnp.asarray(q), dataclasses.replace(view, length=view.length.astype(dtype)))
+    np.testing.assert_array_equal(got, decode_attention(jnp.asarray(q), view))
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name)
+def test_batch_and_heads_may_be_split(kind, axis_type):
+    mesh = jax.make_mesh((3, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
+    q, k, v = history()
+    view = make_view(kind, k, v)
+    rows = {"key_pages": None, "value_pages": None}
+    split = {
+        field.name: put(x, rows.get(field.name, "x"), *([None, "y"] if x.ndim == 4 else []))
+        for field in dataclasses.fields(view)
+        for x in [getattr(view, field.name)]
+    }
+    got = decode_attention(put(q, "x", None, "y"), type(view)(**split))
+    assert not got.is_fully_replicated
+    check([got], [np.asarray(decode_attention(jnp.asarray(q), view))])
+
+
+@pytest.mark.parametrize(("kind", "field", "axis"), [("dense", "key", 1), ("paged", "key_pages", 0)])
+def test_other_axes_are_refused(kind, field, axis):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    q, k, v = history()
+    view = make_view(kind, k, v)
+    sharding = NamedSharding(mesh, PartitionSpec(*[None] * axis, "x"))
+    view = dataclasses.replace(view, **{field: jax.device_put(getattr(view, field), sharding)})
+    with pytest.raises(NotImplementedError, match=f"{field} axis {axis} is split over devices"):
+        decode_attention(jnp.asarray(q), view)
 
 
 def test_kernels_that_cannot_decode_say_why():

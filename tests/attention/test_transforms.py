@@ -176,6 +176,28 @@ def test_other_axes_are_refused(implementation: str, spec: P) -> None:
 
 
 @every_implementation
+def test_positions_are_split_along_the_batch_alone(implementation: str) -> None:
+    mesh = mesh_of((2,), ("x",))
+    args = operands()
+
+    def call(spec: P) -> jax.Array:
+        positions = jax.device_put(np.tile(np.arange(S), (B, 1)), NamedSharding(mesh, spec))
+        return attend(implementation, kv_positions=positions)(*args)
+
+    assert_same(call(P("x")), attend(implementation)(*args))
+    with pytest.raises(NotImplementedError, match="kv_positions axis 1 is split over devices"):
+        call(P(None, "x"))
+
+
+@every_implementation
+def test_explicit_meshes_that_nobody_set(implementation: str) -> None:
+    mesh = mesh_of((2, 2), ("x", "y"), AxisType.Explicit)
+    q, k, v = operands()
+    split = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((q, P("x", None, "y")), (k, P()), (v, P()))]
+    assert_same(attend(implementation)(*split), attend(implementation)(q, k, v))
+
+
+@every_implementation
 def test_shard_map_over_batch_and_heads(implementation: str) -> None:
     mesh = mesh_of((2, 2), ("rows", "heads"))
     spec = P("rows", None, "heads")
