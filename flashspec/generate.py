@@ -14,7 +14,7 @@ from flashspec.language_model import Cache, LanguageModel, Params
 from flashspec.sampling import SamplingParams
 from flashspec.speculative.arguments import DEFAULT_SAMPLING, Call, check_continues, prepare
 from flashspec.speculative.loop import run, split_caches, with_params, with_settings
-from flashspec.speculative.start import begin, has_room, resume
+from flashspec.speculative.start import begin, caches_serve, resume
 from flashspec.speculative.state import RUNNING, Processor, State, Totals
 
 
@@ -101,9 +101,10 @@ def generate(
       max_new_tokens: how many tokens a row may get.
       state: the `state` of an earlier result, whose rows begin with this prompt. They go on from their last token to
         prompt_lengths + max_new_tokens, under this call's settings: either pass the same prompt and more
-        max_new_tokens, or the earlier tokens and lengths as the prompt. Its caches are taken over (donated), so that it
-        can be used once; caches with too little room are filled anew (`init_state` with more max_new_tokens makes
-        room for several calls). Rows that ended other than by length stay ended.
+        max_new_tokens, or the earlier tokens and lengths as the prompt. Its caches are taken over (donated). Where they
+        do not serve they are filled anew, at the price of a prefill: other models, other arrays of parameters, caches
+        that an earlier call took over, or too little room (`init_state` with more max_new_tokens makes room for
+        several calls). Rows that ended other than by length stay ended.
 
     Returns:
       The generation.
@@ -168,7 +169,7 @@ def generate_stream(
     while running:
         advanced, chunk = _advance(*split_caches(state), rounds)
         state = with_settings(advanced, state.settings)
-        running = jax.device_get(chunk.finish_reason == RUNNING).any()
+        running = (jax.device_get(chunk.finish_reason) == RUNNING).any()
         yield chunk
 
 
@@ -178,7 +179,7 @@ def _former(call: Call, state: State | None) -> tuple[State | None, tuple[Cache,
         return None, None
     check_continues(call, state)
     rest, caches = split_caches(state)
-    return with_settings(rest, None), caches if has_room(call, state) else None
+    return with_settings(rest, None), caches if caches_serve(call, state) else None
 
 
 def _first(call: Call, former: State | None, caches: tuple[Cache, Cache] | None) -> State:

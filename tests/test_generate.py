@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from flashspec.language_model import LanguageModel
 from flashspec.sampling import SamplingParams
 from flashspec.speculative.drafters import ModelDrafter, NgramDrafter, ShallowDrafter
 from flashspec.speculative.loop import run
-from flashspec.speculative.start import init_state
+from flashspec.speculative.start import caches_serve, init_state
 from flashspec.speculative.state import LENGTH, STOP
 from tests.speculative import toys
 
@@ -22,13 +23,14 @@ GREEDY = SamplingParams(temperature=0.0)
 PROMPT, LENGTHS = jnp.array([[0, 1, 2, 0], [1, 1, 0, 0]], jnp.int32), jnp.array([4, 2], jnp.int32)
 NEW = 10
 OWN = toys.model()
+TABLE = toys.table(1)
 MODEL_DRAFT = ModelDrafter(OWN, toys.table(2))
 KEY = jax.random.key(5)
 
 
 def sample(key: jax.Array = KEY, model: LanguageModel = OWN, **options: Any) -> Generation:
-    options = {"drafter": MODEL_DRAFT, "draft_length": 3, "max_new_tokens": NEW, **options}
-    return generate(key, model, toys.table(1), PROMPT, LENGTHS, **options)
+    options = {"table": TABLE, "drafter": MODEL_DRAFT, "draft_length": 3, "max_new_tokens": NEW, **options}
+    return generate(key, model, options.pop("table"), PROMPT, LENGTHS, **options)
 
 
 def slow_logits(row: list[int], cache: str = "tokens") -> np.ndarray:
@@ -185,6 +187,8 @@ def test_new_lengths_keys_and_sampling_values_compile_nothing_and_transfer_nothi
     assert traced > 0
     with jax.transfer_guard("disallow"):
         call(1, 0.9, (0, 1), 3)
+    call(1, jnp.asarray(0.9), (), 0)  # a weak type is no other program, nor is an integer
+    call(1, 1, (), 0)
     assert counts["traces"] == traced
     generate(KEY, model, tables[0], prompt, LENGTHS, drafter=drafter, draft_length=2, max_new_tokens=6)
     assert counts["traces"] > traced  # the counter does see a new program
@@ -192,8 +196,9 @@ def test_new_lengths_keys_and_sampling_values_compile_nothing_and_transfer_nothi
 
 def test_interrupted_sampling_goes_on_as_if_it_had_not_been() -> None:
     options = {"drafter": MODEL_DRAFT, "draft_length": 3, "max_new_tokens": NEW}
-    state = init_state(KEY, OWN, toys.table(1), PROMPT, LENGTHS, **options)
-    state = jax.jit(run)(state, max_rounds=1)
+    state = init_state(KEY, OWN, TABLE, PROMPT, LENGTHS, **options)
+    # A compiled function returns copies of the parameters; with the arrays themselves the caches are taken over.
+    state = dataclasses.replace(jax.jit(run)(state, max_rounds=1), settings=state.settings)
     resumed, whole = sample(state=state), sample()
     for name in ("tokens", "lengths", "logprobs", "finish_reason"):
         np.testing.assert_array_equal(getattr(resumed, name), getattr(whole, name))
@@ -218,6 +223,50 @@ def test_more_budget_continues_a_finished_call() -> None:
     np.testing.assert_array_equal(rest.lengths, whole.lengths)
 
 
+def test_a_state_may_be_continued_twice() -> None:
+    state = sample(max_new_tokens=4).state
+    first, again = (sample(state=state) for _ in range(2))
+    np.testing.assert_array_equal(again.tokens, first.tokens)
+    np.testing.assert_array_equal(again.logprobs, first.logprobs)
+
+
+def new_parameters(serve: Any = caches_serve) -> Generation:
+    """Greedy rows that go on with other parameters than those which filled their caches."""
+    keys_as_written = remembering()
+    state = init_state(KEY, keys_as_written, toys.table(1), PROMPT, LENGTHS, sampling=GREEDY, max_new_tokens=NEW)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["flashspec.generate"], "caches_serve", serve)
+        return sample(model=keys_as_written, table=toys.table(2), drafter=None, sampling=GREEDY, state=state)
+
+
+def remembering() -> LanguageModel:
+    """A toy whose cache holds what its parameters made of the tokens, as keys and values are made."""
+
+    def init_cache(batch: int, capacity: int) -> dict[str, jax.Array]:
+        return {"keys": jnp.zeros((batch, capacity, 3)), "length": jnp.zeros(batch, jnp.int32)}
+
+    def apply(table: jax.Array, tokens: jax.Array, cache: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+        positions = cache["length"][:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+        rows = jnp.arange(tokens.shape[0])[:, None]
+        keys = cache["keys"].at[rows, positions].set(table[tokens], mode="drop")
+        return jnp.cumsum(keys, axis=1)[rows, positions], {"keys": keys, "length": cache["length"] + tokens.shape[1]}
+
+    return LanguageModel(apply, init_cache, 3)
+
+
+def test_caches_that_other_parameters_filled_are_filled_anew() -> None:
+    def assert_of_new_parameters(generation: Generation) -> None:
+        table = np.asarray(toys.table(2))
+        for b in range(2):
+            row = np.asarray(generation.tokens)[b, : int(LENGTHS[b]) + NEW]
+            for end in range(int(LENGTHS[b]), len(row)):
+                assert row[end] == table[row[:end]].sum(0).argmax()
+
+    assert_of_new_parameters(new_parameters())
+    with pytest.raises(AssertionError):
+        assert_of_new_parameters(new_parameters(lambda call, state: True))
+
+
 def test_a_stopped_row_stays_stopped() -> None:
     short = sample(sampling=GREEDY, max_new_tokens=4, stop_tokens=(2,))
     reasons, lengths = np.asarray(short.finish_reason), np.asarray(short.lengths)
@@ -235,7 +284,9 @@ def test_a_stream_is_the_generation_in_pieces() -> None:
         "min_new_tokens": 5,
     }
     whole = sample(stop_tokens=(2,), min_new_tokens=5)
-    chunks = list(generate_stream(KEY, OWN, toys.table(1), PROMPT, LENGTHS, rounds=2, **options))
+    table = toys.table(1)
+    with jax.transfer_guard("disallow"):
+        chunks = list(generate_stream(KEY, OWN, table, PROMPT, LENGTHS, rounds=2, **options))
     assert len(chunks) > 1
     for b in range(2):
         for pieces, array, start in (("tokens", whole.tokens, int(LENGTHS[b])), ("logprobs", whole.logprobs, 0)):

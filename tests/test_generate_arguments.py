@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from flashspec.generate import generate
@@ -37,6 +38,10 @@ BAD = [
     ({"rule": "typical"}, "`rule`: expected one of 'chain', 'match', 'greedy'"),
     ({"rule": "greedy"}, "`rule`: expected 'chain' or 'match' where a temperature is above 0"),
     ({"rule": "greedy", "sampling": SamplingParams(temperature=jnp.array([0.0, 1.0]))}, "`rule`"),
+    ({"prompt_tokens": [[0, 1], [1]]}, "`prompt_tokens`: expected an array, or nested lists with rows of one length"),
+    ({"min_new_tokens": [1, 2, 3]}, "`min_new_tokens`: expected shape [B]"),
+    ({"min_new_tokens": "2"}, "`min_new_tokens`: expected an array, a number or a dtype"),
+    ({"sampling": SamplingParams(temperature=[0.5])}, "`temperature`: expected shape [B]"),
     ({"sampling": SamplingParams(temperature=-1.0)}, "`temperature`"),
     ({"draft_sampling": SamplingParams(top_p=0.0)}, "`top_p`"),
     ({"sampling": SamplingParams(logit_bias=jnp.zeros(4))}, "`logit_bias`"),
@@ -69,3 +74,40 @@ def test_a_state_that_is_not_the_prompt_s_is_refused() -> None:
         resume(PROMPT.at[0, 0].set(1), LENGTHS)
     with pytest.raises(ValueError, match="`prompt_lengths`: expected at most the lengths of the state's rows"):
         resume(PROMPT, jnp.array([4, 3], jnp.int32))
+
+
+def same_call(**kinds: Any) -> jax.Array:
+    """The tokens of one call, whatever its numbers come in."""
+    numbers = {"prompt_tokens": PROMPT, "prompt_lengths": LENGTHS, "min_new_tokens": jnp.array([2, 0]), **kinds}
+    sampling = SamplingParams(**{"temperature": jnp.array([0.5, 1.0]), "top_k": 2} | numbers.pop("sampling", {}))
+    return generate(KEY, OWN, toys.table(1), max_new_tokens=8, stop_tokens=(2,), sampling=sampling, **numbers).tokens
+
+
+KINDS = [
+    {"prompt_tokens": PROMPT.tolist(), "prompt_lengths": [4, 2], "min_new_tokens": [2, 0]},
+    {"prompt_tokens": PROMPT.astype(jnp.uint8), "prompt_lengths": LENGTHS.astype(jnp.uint8)},
+    {"prompt_tokens": np.asarray(PROMPT, np.int64), "min_new_tokens": jnp.array([2, 0], jnp.int16)},
+    {"sampling": {"temperature": [0.5, 1], "top_k": [2, 2], "logit_bias": [0.0] * 3, "allowed_tokens": [True] * 3}},
+    {"sampling": {"top_k": np.int64(2), "top_p": 1, "min_p": 0, "temperature": np.array([0.5, 1.0])}},
+]
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_numbers_come_in_any_kind(kinds: dict[str, Any]) -> None:
+    np.testing.assert_array_equal(same_call(**kinds), same_call())
+
+
+def test_numbers_come_in_any_kind_in_64_bit_mode(x64: None) -> None:
+    wide = {"prompt_lengths": LENGTHS.astype(jnp.int64), "min_new_tokens": jnp.array([2, 0], jnp.int64)}
+    sampling = {"temperature": jnp.array([0.5, 1.0], jnp.float64), "top_k": jnp.array(2, jnp.int64)}
+    np.testing.assert_array_equal(same_call(**wide, sampling=sampling), same_call())
+    assert (np.asarray(same_call(sampling={"top_k": 1})) != np.asarray(same_call())).any()
+
+
+def test_a_traced_stop_token_below_0_is_none() -> None:
+    def tokens(stops: jax.Array) -> jax.Array:
+        return generate(KEY, OWN, toys.table(1), PROMPT, LENGTHS, max_new_tokens=8, stop_tokens=stops).tokens
+
+    stopped, by_none, by_last = (jax.jit(tokens)(jnp.array([1, stop])) for stop in (1, -1, 2))
+    np.testing.assert_array_equal(by_none, stopped)
+    assert (np.asarray(by_last) != np.asarray(stopped)).any()

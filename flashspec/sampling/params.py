@@ -13,7 +13,7 @@ from flashspec import checks
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How logits become the distribution that is sampled from; `probabilities` gives the order.
+    """How logits become the distribution that is sampled from; `probabilities` gives the order. Lists become arrays.
 
     Args:
       temperature: scalar or [B], at least 0; 0 is greedy, the one-hot of the first maximum.
@@ -30,6 +30,13 @@ class SamplingParams:
     min_p: ArrayLike = 0.0
     logit_bias: ArrayLike | None = None
     allowed_tokens: ArrayLike | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, list | tuple):
+                # As a list it would be a tree of scalars.
+                object.__setattr__(self, field.name, np.asarray(value))
 
     def check(self, batch: int, vocab_size: int) -> None:
         """Check shapes and dtypes, and the values where they are known (not traced).

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from flashspec.checks import at_least, fail, integer, is_concrete, one_of, shape
 from flashspec.language_model import LanguageModel, Params
@@ -48,7 +49,7 @@ class Call:
 
     def settings(self) -> Settings:
         """What the rounds of this call hold fixed."""
-        lengths = self.prompt_lengths.astype(jnp.int32)
+        lengths = self.prompt_lengths
         is_stop = jnp.zeros(self.target.vocab_size, bool)
         return Settings(
             target=self.target,
@@ -59,7 +60,7 @@ class Call:
             drafter=self.drafter,
             sampling=self.sampling,
             draft_sampling=self.draft_sampling,
-            is_stop=is_stop.at[self.stop_tokens].set(True, mode="drop"),
+            is_stop=is_stop.at[self.stop_tokens].set(True, mode="drop", wrap_negative_indices=False),
             prompt_lengths=lengths,
             min_lengths=lengths + self.min_new_tokens,
             max_lengths=lengths + self.max_new_tokens,
@@ -93,9 +94,9 @@ def prepare(
     """
     draft_sampling = sampling if draft_sampling is None else draft_sampling
     _check_static(target, drafter, draft_length, rule, processor, max_new_tokens)
-    prompt_tokens, prompt_lengths = (
-        array if hasattr(array, "dtype") else np.asarray(array) for array in (prompt_tokens, prompt_lengths)
-    )
+    prompt_tokens = _as_array("prompt_tokens", prompt_tokens)
+    prompt_lengths = _as_array("prompt_lengths", prompt_lengths)
+    min_new_tokens = _as_array("min_new_tokens", min_new_tokens)
     sizes = shape("prompt_lengths", prompt_lengths, "B", shape("prompt_tokens", prompt_tokens, "B P"))
     integer("prompt_tokens", prompt_tokens)
     integer("prompt_lengths", prompt_lengths)
@@ -115,12 +116,12 @@ def prepare(
         key=key,
         target_params=target_params,
         drafter=drafter,
-        sampling=on_device(sampling),
-        draft_sampling=on_device(draft_sampling),
-        stop_tokens=on_device(_stop_slots(readable(stop_tokens), target.vocab_size)),
-        min_new_tokens=on_device(min_new_tokens),
-        prompt_tokens=on_device(prompt_tokens),
-        prompt_lengths=on_device(prompt_lengths),
+        sampling=_sampling_on_device(sampling),
+        draft_sampling=_sampling_on_device(draft_sampling),
+        stop_tokens=on_device(_stop_slots(readable(stop_tokens), target.vocab_size), jnp.int32),
+        min_new_tokens=on_device(min_new_tokens, jnp.int32),
+        prompt_tokens=on_device(prompt_tokens, jnp.int32),
+        prompt_lengths=on_device(prompt_lengths, jnp.int32),
     )
 
 
@@ -153,17 +154,30 @@ def readable(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.device_get(leaf) if is_concrete(leaf) else leaf, tree)
 
 
-def on_device(tree: Any) -> Any:
-    """The tree with host values, 64-bit ones narrowed, put on the device by an explicit transfer."""
+def on_device(value: Any, dtype: DTypeLike) -> Array:
+    """The value in this dtype, whatever it came in, so that no dtype makes another program; host values are put."""
+    return value.astype(dtype) if isinstance(value, jax.Array) else jax.device_put(np.asarray(value).astype(dtype))
 
-    def put(leaf: Any) -> Array:
-        if isinstance(leaf, jax.Array):
-            return leaf
-        array = np.asarray(leaf)
-        narrow = {"f": np.float32, "i": np.int32, "u": np.int32}.get(array.dtype.kind, array.dtype)
-        return jax.device_put(array.astype(narrow))
 
-    return jax.tree.map(put, tree)
+def _sampling_on_device(params: SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        temperature=on_device(params.temperature, jnp.float32),
+        top_k=on_device(params.top_k, jnp.int32),
+        top_p=on_device(params.top_p, jnp.float32),
+        min_p=on_device(params.min_p, jnp.float32),
+        logit_bias=None if params.logit_bias is None else on_device(params.logit_bias, jnp.float32),
+        allowed_tokens=None if params.allowed_tokens is None else on_device(params.allowed_tokens, jnp.bool_),
+    )
+
+
+def _as_array(name: str, value: Any) -> Any:
+    """Nested lists and scalars as an array on the host; arrays as they are."""
+    if hasattr(value, "dtype"):
+        return value
+    try:
+        return np.asarray(value)
+    except ValueError as ragged:
+        raise fail(name, "an array, or nested lists with rows of one length", "rows of several lengths") from ragged
 
 
 def _check_static(target: Any, drafter: Any, draft_length: int, rule: str, processor: Any, max_new_tokens: int) -> None:

@@ -1,12 +1,14 @@
 """The first state of a call: prefill, or what a former state holds."""
 
 import dataclasses
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from flashspec.checks import is_concrete
 from flashspec.language_model import Cache, LanguageModel, Params
 from flashspec.speculative.arguments import Call, prepare
 from flashspec.speculative.loop import with_params
@@ -18,7 +20,7 @@ def begin(call: Call) -> State:
     settings = call.settings()
     batch, prompt_size = call.prompt_tokens.shape
     inside = jnp.arange(prompt_size, dtype=jnp.int32)[None, :] < settings.prompt_lengths[:, None]
-    prompt = jnp.where(inside, call.prompt_tokens.astype(jnp.int32), 0)
+    prompt = jnp.where(inside, call.prompt_tokens, 0)
     tokens = jnp.pad(prompt, ((0, 0), (0, call.capacity - prompt_size)))
     target_cache, draft_cache = materialise(settings, prompt, settings.prompt_lengths, call.capacity)
     return State(
@@ -52,7 +54,7 @@ def resume(call: Call, former: State, caches: tuple[Cache, Cache] | None) -> Sta
     Args:
       call: the new call.
       former: the rows; its settings and caches are not read.
-      caches: the former state's, if they have room for the call (`has_room`); else None, and both are filled anew.
+      caches: the former state's, if they serve the call (`caches_serve`); else None, and both are filled anew.
     """
     settings = call.settings()
     more = max(call.capacity - former.tokens.shape[1], 0)
@@ -73,12 +75,21 @@ def resume(call: Call, former: State, caches: tuple[Cache, Cache] | None) -> Sta
     )
 
 
-def has_room(call: Call, state: State) -> bool:
-    """Whether the caches of `state` serve `call`: the same models, no longer drafts, enough positions."""
+def caches_serve(call: Call, state: State) -> bool:
+    """Whether `call` can take over the caches of `state`: the same models and parameters filled them, no earlier call
+    took them, and they have room for its drafts and tokens.
+    """
     old = state.settings
-    drafters = {jax.tree.structure(drafter) for drafter in (call.drafter, old.drafter)}
-    alike = call.target == old.target and len(drafters) == 1
-    return alike and call.draft_length <= old.draft_length and call.capacity <= state.tokens.shape[1]
+    models = [(each.target_params, each.drafter) for each in (call, old)]
+    alike = call.target == old.target and len(set(map(jax.tree.structure, models))) == 1
+    # Arrays are compared by identity: reading their values would cost too much.
+    alike = alike and all(map(operator.is_, *map(jax.tree.leaves, models)))
+    roomy = call.draft_length <= old.draft_length and call.capacity <= state.tokens.shape[1]
+    return alike and roomy and not any(map(_deleted, jax.tree.leaves((state.target_cache, state.draft_cache))))
+
+
+def _deleted(leaf: Any) -> bool:
+    return is_concrete(leaf) and isinstance(leaf, Array) and leaf.is_deleted()
 
 
 def init_state(
