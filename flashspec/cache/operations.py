@@ -66,7 +66,7 @@ def rollback[C](cache: C, length: ArrayLike) -> C:
     if current is None:
         raise checks.fail("cache", "a dataclass, NamedTuple or dict with `length`", type(cache).__name__)
     wanted = _counts("length", length, current.shape[0], None).astype(current.dtype)
-    lowered = jnp.minimum(current, wanted)
+    lowered = jnp.minimum(current, jnp.maximum(wanted, 0))
     return cast(C, cache.truncate(lowered) if isinstance(cache, Cache) else _with_length(cache, lowered))
 
 

@@ -17,7 +17,7 @@ NONFINITE = 2
 NO_ADMISSIBLE = 3
 
 
-def probabilities(logits: Array, params: SamplingParams, *, suppress: Array | None = None) -> tuple[Array, Array]:
+def probabilities(logits: ArrayLike, params: SamplingParams, *, suppress: Array | None = None) -> tuple[Array, Array]:
     """The distribution that is sampled from, in float32.
 
     In this order: bias, allowed tokens and suppression on the raw logits; temperature; top-k; top-p on what is left,
@@ -38,6 +38,7 @@ def probabilities(logits: Array, params: SamplingParams, *, suppress: Array | No
     Raises:
       ValueError: a shape, dtype or (concrete) setting that does not fit.
     """
+    logits = checks.array("logits", logits)
     if logits.ndim not in (2, 3):
         raise checks.fail("logits", "shape [B, V] or [B, T, V]", f"shape {list(logits.shape)}")
     checks.floating("logits", logits)

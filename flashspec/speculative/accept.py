@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int
 
 from flashspec import checks
@@ -67,11 +68,11 @@ class Verdict:
 
 def verify_chain(
     key: Array | None,
-    draft_tokens: Array,
-    draft_probs: Array,
-    target_probs: Array,
+    draft_tokens: ArrayLike,
+    draft_probs: ArrayLike,
+    target_probs: ArrayLike,
     *,
-    uniforms: tuple[Array, Array] | None = None,
+    uniforms: tuple[ArrayLike, ArrayLike] | None = None,
     checked: bool = False,
 ) -> Verdict:
     """Speculative sampling: drafts x_i ~ q_i in, tokens whose law is the target's out.
@@ -102,7 +103,8 @@ def verify_chain(
 
     Source: chapter 33.5, 33.6; Leviathan, Kalman and Matias 2022.
     """
-    sizes = _check_drafts(draft_tokens, target_probs)
+    draft_tokens, target_probs, sizes = _drafts(draft_tokens, target_probs)
+    draft_probs = checks.array("draft_probs", draft_probs)
     checks.shape("draft_probs", draft_probs, "B D V", sizes)
     checks.floating("draft_probs", draft_probs)
     if checked:
@@ -112,7 +114,7 @@ def verify_chain(
     if uniforms is None:
         coins, final = _uniforms(key, batch, COINS, (draft_length,)), _uniforms(key, batch, FINAL, ())
     else:
-        coins, final = uniforms
+        coins, final = (checks.array("uniforms", each) for each in uniforms)
         checks.shape("uniforms[0]", coins, "B D", sizes)
         checks.shape("uniforms[1]", final, "B", sizes)
     dtype = working_dtype(draft_probs, target_probs, coins, final)
@@ -122,10 +124,10 @@ def verify_chain(
 
 def verify_match(
     key: Array | None,
-    draft_tokens: Array,
-    target_probs: Array,
+    draft_tokens: ArrayLike,
+    target_probs: ArrayLike,
     *,
-    uniforms: Array | None = None,
+    uniforms: ArrayLike | None = None,
     checked: bool = False,
 ) -> Verdict:
     """The target samples its own token at every row; drafts are kept while they equal it.
@@ -149,19 +151,20 @@ def verify_match(
 
     Source: chapter 33.6 (verification in order), without eq. 33.10.
     """
-    sizes = _check_drafts(draft_tokens, target_probs)
+    draft_tokens, target_probs, sizes = _drafts(draft_tokens, target_probs)
     if checked:
         check_distributions("target_probs", target_probs)
     batch, draft_length = draft_tokens.shape
     if uniforms is None:
         uniforms = _uniforms(key, batch, OWN, (draft_length + 1,))
-    checks.shape("uniforms", uniforms, "B D+1", sizes)
-    dtype = working_dtype(target_probs, uniforms)
-    own = inverse_cdf(target_probs.astype(dtype), uniforms.astype(dtype))
+    draws = checks.array("uniforms", uniforms)
+    checks.shape("uniforms", draws, "B D+1", sizes)
+    dtype = working_dtype(target_probs, draws)
+    own = inverse_cdf(target_probs.astype(dtype), draws.astype(dtype))
     return _matching_rows(draft_tokens, own, target_probs)
 
 
-def verify_greedy(draft_tokens: Array, target_probs: Array) -> Verdict:
+def verify_greedy(draft_tokens: ArrayLike, target_probs: ArrayLike) -> Verdict:
     """Drafts are kept while they equal the target's most probable token: for temperature 0 only.
 
     This reproduces the greedy path of the target. It is no proof about sampling: at a temperature above 0 its output
@@ -179,7 +182,7 @@ def verify_greedy(draft_tokens: Array, target_probs: Array) -> Verdict:
 
     Source: chapter 33.7, footnote 1.
     """
-    _check_drafts(draft_tokens, target_probs)
+    draft_tokens, target_probs, _ = _drafts(draft_tokens, target_probs)
     own = jnp.argmax(target_probs, axis=-1).astype(jnp.int32)
     return _matching_rows(draft_tokens, own, target_probs)
 
@@ -243,12 +246,14 @@ def _at(probs: Float[Array, "D V"], tokens: Int[Array, " D"]) -> Float[Array, " 
     return jnp.take_along_axis(probs, ids[:, None], axis=-1)[:, 0]
 
 
-def _check_drafts(draft_tokens: Array, target_probs: Array) -> dict[str, int]:
-    sizes = checks.shape("draft_tokens", draft_tokens, "B D")
+def _drafts(draft_tokens: ArrayLike, target_probs: ArrayLike) -> tuple[Array, Array, dict[str, int]]:
+    """Both as arrays whose shapes and dtypes fit, and their sizes."""
+    tokens, probs = checks.array("draft_tokens", draft_tokens), checks.array("target_probs", target_probs)
+    sizes = checks.shape("draft_tokens", tokens, "B D")
     sizes["D+1"] = sizes["D"] + 1
-    checks.integer("draft_tokens", draft_tokens)
-    checks.floating("target_probs", target_probs)
-    return checks.shape("target_probs", target_probs, "B D+1 V", sizes)
+    checks.integer("draft_tokens", tokens)
+    checks.floating("target_probs", probs)
+    return tokens, probs, checks.shape("target_probs", probs, "B D+1 V", sizes)
 
 
 def _uniforms(key: Array | None, batch: int, use: int, shape: tuple[int, ...]) -> Array:

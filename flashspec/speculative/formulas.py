@@ -6,12 +6,13 @@
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import checkify
+from jax.typing import ArrayLike
 from jaxtyping import Float
 
 from flashspec import checks
 
 
-def acceptance_probability(target_probs: Array, draft_probs: Array) -> Array:
+def acceptance_probability(target_probs: ArrayLike, draft_probs: ArrayLike) -> Array:
     """Probability that a drafted token is kept.
 
     a(x) = min(1, p(x) / q(x))                                                                           (eq. 33.10)
@@ -27,12 +28,11 @@ def acceptance_probability(target_probs: Array, draft_probs: Array) -> Array:
 
     Source: chapter 33.5.
     """
-    surely = draft_probs <= target_probs
-    ratio = target_probs / jnp.where(draft_probs > 0, draft_probs, 1)
-    return jnp.where(surely & (target_probs > 0), 1, ratio)
+    p, q = _laws(target_probs, draft_probs)
+    return jnp.where((q <= p) & (p > 0), 1, p / jnp.where(q > 0, q, 1))
 
 
-def acceptance_rate(target_probs: Array, draft_probs: Array) -> Array:
+def acceptance_rate(target_probs: ArrayLike, draft_probs: ArrayLike) -> Array:
     """Probability that a draft x ~ q is kept: 1 less the total variation distance of p and q.
 
     A = sum_x min(p(x), q(x)) = 1 - (1/2) sum_x |p(x) - q(x)|                                            (eq. 33.11)
@@ -46,10 +46,10 @@ def acceptance_rate(target_probs: Array, draft_probs: Array) -> Array:
 
     Source: chapter 33.5, exercise 33.8.
     """
-    return jnp.minimum(target_probs, draft_probs).sum(axis=-1)
+    return jnp.minimum(*_laws(target_probs, draft_probs)).sum(axis=-1)
 
 
-def residual_distribution(target_probs: Array, draft_probs: Array) -> Array:
+def residual_distribution(target_probs: ArrayLike, draft_probs: ArrayLike) -> Array:
     """Distribution of the token that replaces a rejected draft.
 
     r(x) = [p(x) - q(x)]_+ / Z,  Z = sum_x [p(x) - q(x)]_+                                               (eq. 33.12)
@@ -66,11 +66,11 @@ def residual_distribution(target_probs: Array, draft_probs: Array) -> Array:
 
     Source: chapter 33.5.
     """
-    weights = residual_weights(target_probs, draft_probs)
+    weights = residual_weights(*_laws(target_probs, draft_probs))
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
-def output_law(target_probs: Array, draft_probs: Array) -> Array:
+def output_law(target_probs: ArrayLike, draft_probs: ArrayLike) -> Array:
     """Law of the token that the chain rule puts out at one prefix; in exact arithmetic it is p.
 
     min(p(x), q(x)) + Z r(x) = p(x)                                                                      (eq. 33.13)
@@ -84,8 +84,12 @@ def output_law(target_probs: Array, draft_probs: Array) -> Array:
 
     Source: chapter 33.5.
     """
-    rejected = 1 - acceptance_rate(target_probs, draft_probs)[..., None]
-    return jnp.minimum(target_probs, draft_probs) + rejected * residual_distribution(target_probs, draft_probs)
+    p, q = _laws(target_probs, draft_probs)
+    return jnp.minimum(p, q) + (1 - acceptance_rate(p, q)[..., None]) * residual_distribution(p, q)
+
+
+def _laws(target_probs: ArrayLike, draft_probs: ArrayLike) -> tuple[Array, Array]:
+    return checks.array("target_probs", target_probs), checks.array("draft_probs", draft_probs)
 
 
 def residual_weights(p: Float[Array, "*R V"], q: Float[Array, "*R V"]) -> Float[Array, "*R V"]:

@@ -347,6 +347,14 @@ def test_rollback_lowers_the_length_of_any_state(make: Callable[..., Any]) -> No
     assert read["rest"] == "kept"
 
 
+def test_traced_counts_out_of_range_are_clipped() -> None:
+    cache = append(dense_cache(1, 2, 4, 1, 1), 0, *[jnp.ones((2, 3, 1, 1))] * 2)
+    lower = jax.jit(lambda length: rollback(cache, length).length)
+    assert lower(jnp.asarray([-2, 9])).tolist() == [0, 3]
+    add = jax.jit(lambda count: append(cache, 0, *[jnp.ones((2, 2, 1, 1))] * 2, count).length)
+    assert add(jnp.asarray([-2, 9])).tolist() == [3, 5]
+
+
 # --- bad input ---
 
 

@@ -1,5 +1,6 @@
 """Keys, checked mode, dtypes and refusals of the verification rules."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,19 +28,15 @@ def rule(name):
     return chain if name == "chain" else lambda key, tokens, q, p: match(key, tokens, p)
 
 
-def assert_same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 @pytest.mark.parametrize("name", ["chain", "match"])
 def test_a_row_draws_from_its_own_key_alone(name):
     verify, keys = rule(name), jax.random.split(jax.random.key(3), BATCH)
     whole = verify(keys, *batch_of())
     order = np.array([3, 0, 4, 1, 2])
     moved = verify(keys[order], *(array[order] for array in batch_of()))
-    assert_same(moved, jax.tree.map(lambda leaf: leaf[order], whole))
+    chex.assert_trees_all_equal(moved, jax.tree.map(lambda leaf: leaf[order], whole))
     alone = verify(keys[2:3], *(array[2:3] for array in batch_of()))
-    assert_same(alone, jax.tree.map(lambda leaf: leaf[2:3], whole))
+    chex.assert_trees_all_equal(alone, jax.tree.map(lambda leaf: leaf[2:3], whole))
 
 
 @pytest.mark.parametrize("name", ["chain", "match"])
@@ -47,7 +44,7 @@ def test_rows_of_a_single_key_differ(name):
     tokens, q, p = (jnp.broadcast_to(array[:1], (64, *array.shape[1:])) for array in batch_of())
     verdict = rule(name)(jax.random.key(0), tokens, q, p)
     assert len(np.unique(verdict.next_token)) > 1
-    assert_same(verdict, rule(name)(jax.random.key(0), tokens, q, p))
+    chex.assert_trees_all_equal(verdict, rule(name)(jax.random.key(0), tokens, q, p))
     other = rule(name)(jax.random.key(1), tokens, q, p)
     assert (np.asarray(other.next_token) != np.asarray(verdict.next_token)).any()
 
@@ -183,3 +180,21 @@ def test_check_distributions_allows_rounding_and_no_rows():
     formulas.check_distributions("probs", jnp.full((2, 3000), 1 / 3000, jnp.float32))
     formulas.check_distributions("probs", jnp.zeros((2, 0, 3)))
     formulas.check_distributions("probs", jnp.asarray(quarters(0, 3, 1).target[1]))
+
+
+def test_numpy_arrays_are_taken_as_they_are():
+    tokens, q, p = batch_of()
+    rng = np.random.default_rng(3)
+    uniforms = rng.random((BATCH, DRAFTS)), rng.random(BATCH)
+    whole, host = tuple(map(jnp.asarray, uniforms)), [np.asarray(array) for array in (tokens, q, p)]
+    chex.assert_trees_all_equal(
+        accept.verify_chain(None, *host, uniforms=uniforms), accept.verify_chain(None, tokens, q, p, uniforms=whole)
+    )
+    own = rng.random((BATCH, DRAFTS + 1))
+    chex.assert_trees_all_equal(
+        accept.verify_match(None, host[0].astype(np.int64), host[2], uniforms=own),
+        accept.verify_match(None, tokens, p, uniforms=jnp.asarray(own)),
+    )
+    chex.assert_trees_all_equal(accept.verify_greedy(host[0], host[2]), accept.verify_greedy(tokens, p))
+    for formula in (accept.acceptance_rate, accept.acceptance_probability, accept.output_law):
+        chex.assert_trees_all_equal(formula(host[2][:, :-1], host[1]), formula(p[:, :-1], q))
