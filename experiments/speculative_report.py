@@ -60,7 +60,7 @@ def claim_control(job: Job, laws: Sequence[Law]) -> list[bool]:
     if all(law.is_certain for law in laws):
         why = "one token is certain at every prefix, as at temperature 0: its draws were compared with that token"
     else:
-        why = "draft and target are too close at these prefixes for it to show with so few draws"
+        why = "at these prefixes a redraw from the target hardly changes the law"
     job.say(f"control: not applicable, {why}")
     return []
 
