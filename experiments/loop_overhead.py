@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(job: Job) -> None:
     """Time every case and state the overhead."""
-    args, sampling = job.args, SamplingParams(temperature=0.8)
+    args, sampling = job.args, SamplingParams(temperature=0.8, top_k=None, top_p=None)
     rows = []
     for case in cases(job):
         steps = {"steps": 2, "repeats": 1} if job.smoke else {}

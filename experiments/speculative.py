@@ -112,7 +112,9 @@ def read_workload(job: Job) -> tuple[Workload, list[str]]:
         vars(args).update(max_new_tokens=min(args.max_new_tokens, 16), repeats=1, law_draws=4096)
     if args.draft_length != AUTO and not (args.draft_length.isdecimal() and int(args.draft_length)):
         raise fail("draft-length", "a number of tokens of at least 1, or 'auto'", repr(args.draft_length))
-    sampling = SamplingParams(args.temperature, min(args.top_k, MOST_TOKENS), args.top_p, args.min_p)
+    # None leaves a step out of the compiled programs, which is what a run with fixed settings wants.
+    top_k, top_p = min(args.top_k, MOST_TOKENS) or None, None if args.top_p == 1 else args.top_p
+    sampling = SamplingParams(args.temperature, top_k, top_p, args.min_p)
     sampling.check(args.batch, 1)
     texts = read_prompts(args)[: 2 if job.smoke else None]
     dtype = DTYPES[args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")]
@@ -194,14 +196,16 @@ def check_exactness(workload: Workload, programs: Programs, draft_length: int) -
     if pair.dtype != jnp.float32:
         pair = load(job, jnp.float32)
         programs = workload.programs(draft_length, pair)
-    greedy, decoded = greedy_of(pair, programs, workload.batches[0])
+    coldest = dataclasses.replace(workload.sampling, temperature=0.0)
+    greedy, decoded = greedy_of(pair, programs, workload.batches[0], coldest)
     laws = laws_of(workload, pair, law_prompts(workload.prompts, decoded), draft_length)
     return speculative_report.write_exactness(job, greedy, laws)
 
 
-def greedy_of(pair: Pair, programs: Programs, batch: Prompts) -> tuple[greedy_check.Greedy, Outcome]:
+def greedy_of(
+    pair: Pair, programs: Programs, batch: Prompts, coldest: SamplingParams
+) -> tuple[greedy_check.Greedy, Outcome]:
     """Greedy decoding of one batch, plainly and by speculation, by the programs that are timed; and the plain one."""
-    coldest = SamplingParams(temperature=0.0)
     (plain,) = programs.plain.run([batch], coldest, 0)
     (speculative,) = programs.speculative.run([batch], coldest, 0)
     if (np.asarray(plain.lengths) == batch.lengths).any():

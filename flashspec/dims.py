@@ -14,22 +14,6 @@
 | D      | draft tokens in one speculative round               |
 | P      | prompt length                                       |
 
-The types are annotations for *internal* functions: the test suite checks them at run time, users pay nothing.
-Public entry points take plain arrays, check them with `flashspec.checks`, and give the shapes in their docstrings.
+Arrays are BTNH and BSKH, as in `jax.nn`. Docstrings give the shapes of public functions in these letters; annotations
+of internal ones are jaxtyping's, which the tests check at run time and users do not pay for.
 """
-
-from jaxtyping import Array, Bool, Float, Int
-
-BTNH = Float[Array, "B T N H"]
-BTNHv = Float[Array, "B T N Hv"]
-BSKH = Float[Array, "B S K H"]
-BSKHv = Float[Array, "B S K Hv"]
-BTN = Float[Array, "B T N"]
-BTNBool = Bool[Array, "B T N"]
-BTV = Float[Array, "B T V"]
-BV = Float[Array, "B V"]
-BDV = Float[Array, "B D V"]
-BT = Int[Array, "B T"]
-BD = Int[Array, "B D"]
-B = Int[Array, " B"]
-BBool = Bool[Array, " B"]

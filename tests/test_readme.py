@@ -119,3 +119,15 @@ def test_files_named_in_the_readme_exist() -> None:
     assert missing_files(README) == []
     assert missing_files("```bash\npip install -r requirements.txt\n```\n") == ["requirements.txt"]
     assert missing_files("`flashspec/no_such.py`, `no_such/`, `experiments/`") == ["flashspec/no_such.py", "no_such/"]
+
+
+def test_the_example_in_python_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(ROOT)
+    exec(compile(example, "README.md", "exec"), {})
+    shown = capsys.readouterr().out
+    assert shown.startswith("def fibonacci(n):")
+    assert "64 tokens in" in shown
+    assert "blockwise" in shown
+    with pytest.raises(NameError):
+        exec(compile(example.replace("import jax\n", "", 1), "README.md", "exec"), {})

@@ -39,7 +39,12 @@ def test_x64_is_off_again() -> None:
 
 @pytest.mark.skipif(not HAS_BEARTYPE, reason="beartype is not installed")
 def test_annotations_of_the_library_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = 'from flashspec.dims import BTN\ndef double(x: BTN) -> BTN:\n    """x[B, T, N]."""\n    return 2 * x\n'
+    source = """
+from jaxtyping import Array, Float
+
+def double(x: Float[Array, "B T N"]) -> Float[Array, "B T N"]:
+    return 2 * x
+"""
     package = tmp_path / "pallas_kernels_planted"
     package.mkdir()
     (package / "__init__.py").write_text(source)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
+from jax.typing import ArrayLike
 
 from flashspec.checks import fail
 
@@ -68,7 +69,7 @@ class Tokenizer:
             row[: len(ids)] = ids
         return tokens, np.array([len(ids) for ids in rows], np.int32)
 
-    def decode(self, tokens: np.ndarray, lengths: np.ndarray | None = None) -> list[str]:
+    def decode(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> list[str]:
         """The texts of tokens [B,L], each row cut to `lengths` [B] if given; special tokens are left out."""
         rows = np.asarray(tokens)
         stops = [rows.shape[1]] * len(rows) if lengths is None else np.asarray(lengths).tolist()

@@ -108,8 +108,10 @@ def _truncate(logits: Array, tempered: Callable[[Array], Array], params: Samplin
     """
     vocab_size = logits.shape[-1]
     weights = tempered(logits)
-    top_k = _by_row(params.top_k, jnp.int32, logits.ndim)
-    top_p = _by_row(params.top_p, jnp.float32, logits.ndim)
+    if params.top_k is None and params.top_p is None:
+        return weights
+    top_k = _by_row(0 if params.top_k is None else params.top_k, jnp.int32, logits.ndim)
+    top_p = _by_row(1.0 if params.top_p is None else params.top_p, jnp.float32, logits.ndim)
     most = jnp.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
 
     def cut() -> Array:

@@ -15,18 +15,23 @@ from flashspec import checks
 class SamplingParams:
     """How logits become the distribution that is sampled from; `probabilities` gives the order. Lists become arrays.
 
+    Without top-k and top-p a program may leave out the branch that sorts for them, which costs a GPU one value read
+    back per distribution: say so with None. Their numbers, 0 and 1 included, share one program.
+
     Args:
       temperature: scalar or [B], at least 0; 0 is greedy, the one-hot of the first maximum.
-      top_k: scalar or [B] integers; keep exactly the k largest, ties to the lower id. 0 keeps all.
-      top_p: scalar or [B] in (0, 1]; keep the fewest largest whose probability reaches top_p. 1 keeps all.
+      top_k: scalar or [B] integers; keep exactly the k largest, ties to the lower id. 0 keeps all, None
+        leaves the step out.
+      top_p: scalar or [B] in (0, 1]; keep the fewest largest whose probability reaches top_p. 1 keeps all,
+        None leaves the step out.
       min_p: scalar or [B] in [0, 1); drop what is less than min_p times as likely as the most likely. 0 keeps all.
       logit_bias: [V] or [B, V], added to the raw logits; -inf forbids a token.
       allowed_tokens: [V] or [B, V] bool, True where the token may be sampled.
     """
 
     temperature: ArrayLike = 1.0
-    top_k: ArrayLike = 0
-    top_p: ArrayLike = 1.0
+    top_k: ArrayLike | None = 0
+    top_p: ArrayLike | None = 1.0
     min_p: ArrayLike = 0.0
     logit_bias: ArrayLike | None = None
     allowed_tokens: ArrayLike | None = None
@@ -49,9 +54,11 @@ class SamplingParams:
           ValueError: a setting of another shape or dtype, or out of its range.
         """
         _setting("temperature", self.temperature, batch, "finite and at least 0", lambda t: np.isfinite(t) & (t >= 0))
-        _setting("top_k", self.top_k, batch, "at least 0", lambda k: k >= 0)
-        checks.integer("top_k", self.top_k)
-        _setting("top_p", self.top_p, batch, "in (0, 1]", lambda p: (p > 0) & (p <= 1))
+        if self.top_k is not None:
+            _setting("top_k", self.top_k, batch, "at least 0", lambda k: k >= 0)
+            checks.integer("top_k", self.top_k)
+        if self.top_p is not None:
+            _setting("top_p", self.top_p, batch, "in (0, 1]", lambda p: (p > 0) & (p <= 1))
         _setting("min_p", self.min_p, batch, "in [0, 1)", lambda p: (p >= 0) & (p < 1))
         if self.logit_bias is not None:
             _by_token("logit_bias", self.logit_bias, batch, vocab_size)

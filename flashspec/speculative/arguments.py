@@ -160,13 +160,16 @@ def on_device(value: Any, dtype: DTypeLike) -> Array:
 
 
 def _sampling_on_device(params: SamplingParams) -> SamplingParams:
+    def given(value: Any, dtype: DTypeLike = jnp.float32) -> Array | None:
+        return None if value is None else on_device(value, dtype)
+
     return SamplingParams(
         temperature=on_device(params.temperature, jnp.float32),
-        top_k=on_device(params.top_k, jnp.int32),
-        top_p=on_device(params.top_p, jnp.float32),
+        top_k=given(params.top_k, jnp.int32),
+        top_p=given(params.top_p),
         min_p=on_device(params.min_p, jnp.float32),
-        logit_bias=None if params.logit_bias is None else on_device(params.logit_bias, jnp.float32),
-        allowed_tokens=None if params.allowed_tokens is None else on_device(params.allowed_tokens, jnp.bool_),
+        logit_bias=given(params.logit_bias),
+        allowed_tokens=given(params.allowed_tokens, jnp.bool_),
     )
 
 

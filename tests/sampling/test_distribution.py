@@ -1,5 +1,6 @@
 """`probabilities` against the contract in plain Python, and that one program serves every row."""
 
+import dataclasses
 import re
 from collections.abc import Callable
 from types import ModuleType
@@ -233,6 +234,26 @@ def test_the_sort_is_inside_a_conditional() -> None:
     eager = mutant(distribution, ("lax.cond(asked, cut, lambda: weights)", "jnp.where(asked, cut(), weights)"))
     with pytest.raises(AssertionError):
         assert_sorts_only_on_request(eager.probabilities)
+
+
+def test_none_leaves_the_sort_out_of_the_program() -> None:
+    logits = jnp.asarray(np.random.default_rng(5).normal(size=(3, SIZE)), jnp.float32)
+
+    def program(params: SamplingParams) -> str:
+        return jax.jit(probabilities).lower(logits, params).compile().as_text()
+
+    without = SamplingParams(temperature=0.7, top_k=None, top_p=None, min_p=0.1)
+    assert " sort(" not in program(without)
+    assert " sort(" in program(dataclasses.replace(without, top_k=0))
+    assert " sort(" in program(dataclasses.replace(without, top_p=1.0))
+    for keeps_all in ({"top_k": 0}, {"top_p": 1.0}, {"top_k": 0, "top_p": 1.0}):
+        same = probabilities(logits, dataclasses.replace(without, **keeps_all))[0]
+        np.testing.assert_array_equal(np.asarray(probabilities(logits, without)[0]), np.asarray(same))
+    only_p = probabilities(logits, dataclasses.replace(without, top_p=0.5))[0]
+    both = probabilities(logits, dataclasses.replace(without, top_k=0, top_p=0.5))[0]
+    np.testing.assert_array_equal(np.asarray(only_p), np.asarray(both))
+    with pytest.raises(AssertionError):
+        np.testing.assert_array_equal(np.asarray(only_p), np.asarray(probabilities(logits, without)[0]))
 
 
 @pytest.mark.parametrize("size", [5, 8, 37, 100])
