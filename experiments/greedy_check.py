@@ -1,6 +1,8 @@
 """Greedy speculative decoding against the target's own maxima."""
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,6 +35,20 @@ class Greedy:
     mismatch_gap: float | None
 
 
+def worst_of(checks: Sequence[Greedy]) -> Greedy:
+    """One verdict on several batches: the largest gap, and the earliest token that differs."""
+    differing = [check for check in checks if check.first_mismatch is not None]
+    first = min(differing, key=lambda check: check.first_mismatch or 0, default=checks[0])
+    widest = max(checks, key=lambda check: check.max_logit_diff / check.tolerance)
+    return dataclasses.replace(
+        widest,
+        equal=all(check.equal for check in checks),
+        first_mismatch=first.first_mismatch,
+        mismatch_gap=first.mismatch_gap,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
 def full_logits(model: LanguageModel, params: Params, tokens: Array) -> Array:
     """Logits [B, L, V] of whole rows in one forward, without the cache that generation used."""
     return model.logits(params, tokens, model.init_cache(*tokens.shape))[0]
@@ -51,7 +67,7 @@ def check_greedy(pair: Pair, tokens: Array, plain: Array, starts: Any, ends: Any
     Returns:
       The comparison.
     """
-    logits = np.asarray(jax.jit(full_logits, static_argnums=0)(pair.target, pair.target_params, tokens))[:, :-1]
+    logits = np.asarray(full_logits(pair.target, pair.target_params, tokens))[:, :-1]
     after = np.arange(1, tokens.shape[1])[None, :]
     since_start = after - np.asarray(starts)[:, None]
     new = (since_start >= 0) & (after < np.asarray(ends)[:, None])

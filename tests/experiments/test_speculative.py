@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from experiments import harness, pairs, registry, round_costs, speculative, speculative_report
-from experiments.greedy_check import Greedy, check_greedy
+from experiments.greedy_check import Greedy, check_greedy, worst_of
 from experiments.law_check import Law
 from experiments.pairs import Pair, load_pair
 from experiments.programs import Outcome, Prompts, batches_of
@@ -193,6 +193,16 @@ def test_the_greedy_check_rejects_a_token_that_is_no_maximum() -> None:
     assert judged.first_mismatch == 3
     assert judged.mismatch_gap is not None
     assert judged.mismatch_gap > judged.tolerance
+
+
+def test_one_wrong_batch_makes_the_verdict() -> None:
+    right = greedy_tokens([1, 2], 6)
+    wrong = [*right[:5], (right[5] + 1) % 5, *right[6:]]
+    good, bad = judge(right, right), judge(wrong, right)
+    for order in ([good, bad], [bad, good]):
+        assert worst_of(order) == bad
+    assert worst_of([good, good]) == good
+    assert worst_of([good, bad]) != good
 
 
 def test_the_greedy_check_looks_at_new_tokens_only() -> None:
