@@ -55,7 +55,7 @@ def array(name: str, value: Any) -> jax.Array:
     """`value` as a jax array.
 
     Raises:
-      ValueError: it is none, or it holds a number outside of the range of the 32 bits which jax would give it.
+      ValueError: it cannot be one, or it holds a number outside of the range of the 32 bits which jax would give it.
     """
     narrow = jax.dtypes.canonicalize_dtype(value.dtype) if isinstance(value, np.ndarray | np.generic) else None
     if narrow is not None and narrow != value.dtype and np.issubdtype(narrow, np.number):

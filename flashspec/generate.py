@@ -110,7 +110,8 @@ def generate(
       The generation.
 
     Raises:
-      ValueError: an argument that does not fit; what can be known before compute is.
+      ValueError: an argument that does not fit, before any compute wherever it can be known by then.
+      NotImplementedError: a key of another generator than threefry2x32.
 
     Source: chapter 33.5, 33.6; Leviathan, Kalman and Matias 2022.
     """
@@ -161,6 +162,7 @@ def generate_stream(
 
     Raises:
       ValueError: as in `generate`, when the first chunk is asked for.
+      NotImplementedError: likewise.
     """
     at_least("rounds", rounds, 1)
     former = options.pop("state", None)

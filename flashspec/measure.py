@@ -155,6 +155,7 @@ def time_call(call: Callable[[], Any], *, repeats: int = 11, clock: str | None =
       A `Timing`, in seconds.
 
     Raises:
+      ValueError: repeats below 1, an unknown clock, or `DEVICE` for a function that is not a compiled program.
       NotImplementedError: `DEVICE` where it cannot be read.
     """
     return _time_in_turn({"call": call}, repeats, clock)["call"]
@@ -162,7 +163,7 @@ def time_call(call: Callable[[], Any], *, repeats: int = 11, clock: str | None =
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """A correctness check, and whether it passed; only `checked` makes one that did.
+    """A correctness check, and whether it passed; `checked` runs one and makes it.
 
     Attributes:
       what: the claim in words, such as "greedy tokens equal plain decoding's".
@@ -215,7 +216,8 @@ def interleaved(
       `Interleaved`, which states ratios.
 
     Raises:
-      ValueError: the check did not pass: a wrong result has no speed.
+      ValueError: the check did not pass: a wrong result has no speed; or as for `time_call`.
+      NotImplementedError: as for `time_call`.
     """
     if not check.passed:
         raise fail("check", "one that passed, since a wrong result has no speed", f"failed: {check.what}")

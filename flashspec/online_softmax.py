@@ -64,7 +64,7 @@ def shifted_weights(scores: jax.Array, visible: jax.Array | None = None) -> tupl
 
     Args:
       scores: [..., S], float32 or float64. A score of -inf hides its key.
-      visible: [..., S] bool of the same shape, True = may attend; None for all.
+      visible: bool, broadcastable to [..., S], True = may attend; None for all.
 
     Returns:
       m [...] without gradient; weights [..., S], exactly 0 where hidden; nonempty [...].
@@ -109,7 +109,7 @@ def merge(a: SoftmaxStats, b: SoftmaxStats) -> SoftmaxStats:
       Statistics of both sets together.
 
     Raises:
-      ValueError: the rows differ in number.
+      ValueError: the shapes of the two differ.
     """
     if a.u.shape != b.u.shape:
         raise fail("b", f"statistics of the same rows as `a`, u of shape {list(a.u.shape)}", list(b.u.shape))
@@ -133,6 +133,9 @@ def merge_axis(stats: SoftmaxStats, axis: int) -> SoftmaxStats:
 
     Returns:
       Statistics with that axis gone.
+
+    Raises:
+      ValueError: the rows have no such axis.
     """
     if not -stats.m.ndim <= axis < stats.m.ndim:
         raise fail("axis", f"an axis of rows of rank {stats.m.ndim}", axis)

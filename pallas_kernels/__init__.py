@@ -1,1 +1,1 @@
-"""Raw Pallas kernels and their launch configurations."""
+"""What raw kernels are made of, on jax and numpy alone: the bits of dropout and the arithmetic of launch grids."""

@@ -83,7 +83,8 @@ def dot_product_attention(
       empty_rows: "zero", or "error" to refuse a query that has neither a key nor a sink: ValueError where the rows are
         concrete, a `checkify` check where they are traced, for which the caller needs `checkify.checkify`.
       implementation: "hopper", "ampere", "tpu", "cudnn", "blockwise" or "reference"; a sequence of them, of which the
-        first that supports the call runs; None for the best one for the platform that the call is lowered for.
+        first that supports the call runs; None for the best one for the platform that the call is lowered for. The
+        first three name kernels that this version does not have: they refuse every call.
       return_lse: whether to return the log-normaliser too.
 
     Returns:

@@ -78,7 +78,7 @@ def slots(view: View) -> int:
 
 
 def check_view(view: View, batch: int) -> None:
-    """ValueError for a view that is none, or whose arrays do not fit each other or a batch of that size."""
+    """ValueError for what is not a view, or has arrays that do not fit each other or a batch of that size."""
     if isinstance(view, PagedView):
         sizes = checks.shape("view.key_pages", view.key_pages, "pages page K H")
         checks.shape("view.value_pages", view.value_pages, "pages page K Hv", sizes)

@@ -29,6 +29,7 @@ class PagedCache(Cache):
 
     @property
     def page_size(self) -> int:
+        """Positions in a page."""
         return self.key[0].shape[1]
 
     @property

@@ -100,6 +100,7 @@ def verify_chain(
 
     Raises:
       ValueError: shapes or dtypes that do not fit, neither key nor uniforms, or a failed check.
+      NotImplementedError: a key of another generator than threefry2x32.
 
     Source: chapter 33.5, 33.6; Leviathan, Kalman and Matias 2022.
     """
@@ -148,6 +149,7 @@ def verify_match(
 
     Raises:
       ValueError: as in `verify_chain`.
+      NotImplementedError: likewise.
 
     Source: chapter 33.6 (verification in order), without eq. 33.10.
     """

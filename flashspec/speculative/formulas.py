@@ -75,6 +75,8 @@ def output_law(target_probs: ArrayLike, draft_probs: ArrayLike) -> Array:
 
     min(p(x), q(x)) + Z r(x) = p(x)                                                                      (eq. 33.13)
 
+    Here Z is 1 - A, how often a draft is rejected, and r has a normaliser of its own: rounding shows in the sum.
+
     Args:
       target_probs: p [..., V].
       draft_probs: q [..., V].

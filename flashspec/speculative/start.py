@@ -111,6 +111,7 @@ def init_state(
 
     Raises:
       ValueError: an argument that does not fit.
+      NotImplementedError: a key of another generator than threefry2x32.
     """
     call = prepare(key, target, target_params, prompt_tokens, prompt_lengths, **options)
     return with_params(_begin(call), call.target_params, call.drafter)
