@@ -49,6 +49,8 @@ class LanguageModel:
         for name in ("apply", "init_cache", "rollback"):
             if not callable(getattr(self, name)):
                 raise fail(name, "a function", type(getattr(self, name)).__name__)
+        if self.prefill is not None and not callable(self.prefill):
+            raise fail("prefill", "a function or None", type(self.prefill).__name__)
 
     def fill(self, params: Params, tokens: Array, num_valid: Array, capacity: int) -> Cache:
         """A new cache that holds the first num_valid [B] of tokens [B, P]; P may be 0."""
