@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -87,17 +86,13 @@ def forward_seconds(model: LanguageModel, params: Params, width: int, shape: Sha
         return lax.fori_loop(0, shape.steps, iteration, (tokens, cache))
 
     tokens = jnp.ones((shape.batch, width), jnp.int32)
-    return _seconds(loop, shape, params, half_full(model, shape), tokens) / forwards
+    return seconds_of(compile_call(loop, params, half_full(model, shape), tokens), shape) / forwards
 
 
 def half_full(model: LanguageModel, shape: Shape) -> Cache:
     """An empty cache that says it holds capacity / 2 positions: zeros cost as much to read as anything."""
     cache = model.init_cache(shape.batch, shape.capacity)
     return dataclasses.replace(cache, length=jnp.full(shape.batch, shape.capacity // 2, jnp.int32))
-
-
-def _seconds(loop: Callable[..., Any], shape: Shape, *arguments: Any) -> float:
-    return seconds_of(compile_call(loop, *arguments), shape)
 
 
 def seconds_of(call: Call, shape: Shape) -> float:
