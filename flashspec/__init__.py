@@ -1,7 +1,8 @@
 """flashspec: exact inference optimisation in JAX.
 
-Attention over the monoid of softmax statistics, key/value caches as pure states, sampling, and speculative decoding as
-one compiled loop. Models, costs and measurements are in `flashspec.models`, `flashspec.costs`, `flashspec.measure`.
+Attention over the monoid of softmax statistics, key/value caches as pure states, sampling, speculative decoding as one
+compiled loop, executables for a few shapes. Models, costs and measurements are in `flashspec.models`,
+`flashspec.costs`, `flashspec.measure`.
 """
 
 from flashspec.attention import (
@@ -19,9 +20,17 @@ from flashspec.attention import (
     plan_attention,
 )
 from flashspec.cache import append, cache_bytes, dense_cache, paged_cache, rollback, view, window_cache
-from flashspec.generate import Generation, generate, generate_stream
+from flashspec.generate import BucketedGenerate, Generation, generate, generate_stream
 from flashspec.language_model import LanguageModel
 from flashspec.sampling import SamplingParams, probabilities
+from flashspec.specialize import (
+    ShapeBuckets,
+    expected_extra_area,
+    expected_padding,
+    optimal_buckets,
+    should_precompile,
+    specialize,
+)
 from flashspec.speculative import (
     ModelDrafter,
     NgramDrafter,
@@ -41,6 +50,7 @@ from flashspec.version import __version__
 
 __all__ = [
     "AttentionPlan",
+    "BucketedGenerate",
     "Contiguous",
     "Generation",
     "LanguageModel",
@@ -48,6 +58,7 @@ __all__ = [
     "NgramDrafter",
     "SamplingParams",
     "ShallowDrafter",
+    "ShapeBuckets",
     "SoftmaxStats",
     "__version__",
     "acceptance_probability",
@@ -59,6 +70,8 @@ __all__ = [
     "decode_attention",
     "dense_cache",
     "dot_product_attention",
+    "expected_extra_area",
+    "expected_padding",
     "finalize",
     "generate",
     "generate_stream",
@@ -66,6 +79,7 @@ __all__ = [
     "merge",
     "merge_across",
     "merge_axis",
+    "optimal_buckets",
     "output_law",
     "paged_cache",
     "plan_attention",
@@ -73,6 +87,8 @@ __all__ = [
     "residual_distribution",
     "rollback",
     "round_step",
+    "should_precompile",
+    "specialize",
     "speculative_trace",
     "verify_chain",
     "verify_greedy",

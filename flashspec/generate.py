@@ -2,16 +2,18 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from flashspec.checks import at_least
 from flashspec.language_model import Cache, LanguageModel, Params
 from flashspec.sampling import SamplingParams
+from flashspec.specialize import Ledger, ShapeBuckets, specialize
 from flashspec.speculative.arguments import DEFAULT_SAMPLING, Call, check_continues, prepare
 from flashspec.speculative.loop import run, split_caches, with_params, with_settings
 from flashspec.speculative.start import begin, caches_serve, resume
@@ -222,3 +224,94 @@ def _advance(rest: State, caches: tuple[Cache, Cache], rounds: int) -> tuple[Sta
         finish_reason=state.finish_reason,
     )
     return with_settings(state, None), chunk
+
+
+class BucketedGenerate:
+    """`generate` for prompts of any length, by one program for each bucket of prompt widths.
+
+    A prompt [B, P] runs in the program of the smallest bound that is at least P, so that after `warm_up` no width
+    compiles. Nothing of the padding is attended to: the caches hold each row's own length, and the result equals
+    `generate` of the prompt padded to the bound, bit for bit.
+
+    Args:
+      buckets: of prompt widths P.
+      **options: `background`, `max_executables` and `progress` of `flashspec.specialize.specialize`.
+
+    Raises:
+      ValueError: as `specialize`.
+    """
+
+    def __init__(self, buckets: ShapeBuckets | Iterable[int], **options: Any) -> None:
+        axes = {"prompt_tokens": 1}
+        self.programs = specialize(
+            _generate_prompt, buckets, in_axes=axes, out_axes=None, length_arg="prompt_lengths", **options
+        )
+
+    @property
+    def ledger(self) -> Ledger:
+        """What each bucket cost and saved."""
+        return self.programs.ledger
+
+    def __call__(
+        self,
+        key: Array,
+        target: LanguageModel,
+        target_params: Params,
+        prompt_tokens: Any,
+        prompt_lengths: Any,
+        **options: Any,
+    ) -> Generation:
+        """`generate` with these arguments, all but `state`.
+
+        Args:
+          key: as in `generate`, like all that follow.
+          target: the model whose distribution is kept.
+          target_params: its parameters.
+          prompt_tokens: [B, P] integers.
+          prompt_lengths: [B] integers in 1..P.
+          **options: the other options of `generate` without `state`.
+
+        Returns:
+          The generation; its `state` has the capacity of the bucket.
+
+        Raises:
+          ValueError: as `generate`; a prompt wider than the last bucket.
+          NotImplementedError: as `generate`.
+        """
+        call, prompt = _split_prompt(prepare(key, target, target_params, prompt_tokens, prompt_lengths, **options))
+        generation = self.programs(call, **prompt)
+        width = prompt["prompt_tokens"].shape[1] + call.max_new_tokens
+        return dataclasses.replace(
+            generation,
+            tokens=jax.device_put(np.asarray(generation.tokens)[:, :width]),
+            state=with_params(generation.state, target_params, call.drafter),
+        )
+
+    def warm_up(self, *arguments: Any, bounds: Iterable[int] | None = None, **options: Any) -> Ledger:
+        """Compile for chosen buckets, with a progress bar.
+
+        Args:
+          *arguments: of a call, with a prompt of any width; its batch counts.
+          bounds: of the buckets; None for all.
+          **options: of the call.
+
+        Returns:
+          The ledger.
+
+        Raises:
+          ValueError: as a call; a bound that no bucket has.
+        """
+        call, prompt = _split_prompt(prepare(*arguments, **options))
+        return self.programs.warm_up(call, **prompt, bounds=bounds)
+
+
+def _split_prompt(call: Call) -> tuple[Call, dict[str, Any]]:
+    """A call without its prompt, and the prompt."""
+    prompt = {name: getattr(call, name) for name in ("prompt_tokens", "prompt_lengths")}
+    nothing: dict[str, Any] = dict.fromkeys(prompt)
+    return dataclasses.replace(call, **nothing), prompt
+
+
+def _generate_prompt(call: Call, prompt_tokens: Array, prompt_lengths: Array) -> Generation:
+    whole = dataclasses.replace(call, prompt_tokens=prompt_tokens, prompt_lengths=prompt_lengths)
+    return _generate(whole, None, None)
