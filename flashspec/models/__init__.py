@@ -1,9 +1,12 @@
 """Flax decoder-only transformers: their shapes, their weights, and their place in the generation loop."""
 
 from flashspec.models.checkpoint import Checkpoint, load, save
-from flashspec.models.config import FAMILIES, PRESETS, DecoderConfig
+from flashspec.models.config import DecoderConfig
 from flashspec.models.decoder import Decoder, merge
+from flashspec.models.families import FAMILIES
 from flashspec.models.language_model import as_language_model, shallow
+from flashspec.models.presets import PRESETS
+from flashspec.models.rotary import RopeScaling
 from flashspec.models.tokenizer import Tokenizer
 
 __all__ = [
@@ -12,6 +15,7 @@ __all__ = [
     "Checkpoint",
     "Decoder",
     "DecoderConfig",
+    "RopeScaling",
     "Tokenizer",
     "as_language_model",
     "load",

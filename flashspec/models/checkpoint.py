@@ -1,17 +1,17 @@
 """Checkpoints in the Hugging Face layout: `config.json`, `model.safetensors` (or shards), `tokenizer.json`.
 
-A weight is [outputs, inputs] in the file and [inputs, outputs] in the decoder, where weights that read the same input
-are one matrix. `_slots` lists that correspondence once; loading, checking and saving all read it.
+Tensors stream one parameter at a time from the file's pages to the device, which joins, transposes and converts them:
+the host holds none of them but those on their way.
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -20,9 +20,10 @@ from flashspec.language_model import Params
 from flashspec.models import tensor_files
 from flashspec.models.config import DecoderConfig
 from flashspec.models.decoder import Decoder
+from flashspec.models.parameter_layout import EMBEDDINGS, HEAD, Layout, Slot, slots
 from flashspec.models.tokenizer import Tokenizer
 
-type Tensors = Sequence[np.ndarray]
+type Stored = dict[str, tensor_files.StoredTensor]
 
 # Older checkpoints store what is computed from the configuration.
 REDUNDANT = "rotary_emb.inv_freq"
@@ -38,106 +39,79 @@ class Checkpoint:
     tokenizer: Tokenizer | None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Slot:
-    """One parameter: its path in the decoder, the tensors that make it up, and how to join and to split them."""
-
-    path: tuple[str | int, ...]
-    shapes: dict[str, tuple[int, ...]]
-    join: Callable[[Tensors], np.ndarray]
-    split: Callable[[np.ndarray], Tensors]
-
-
-def _as_is(path: tuple[str | int, ...], name: str, *shape: int) -> _Slot:
-    return _Slot(path, {name: shape}, lambda tensors: tensors[0], lambda array: [array])
-
-
-def _transposed(path: tuple[str | int, ...], outputs: dict[str, int], inputs: int) -> _Slot:
-    """Weights [outputs, inputs] side by side as one kernel [inputs, all outputs]."""
-    bounds = np.cumsum(list(outputs.values()))[:-1]
-    return _Slot(
-        path,
-        {name: (size, inputs) for name, size in outputs.items()},
-        lambda tensors: np.concatenate(tensors).T,
-        lambda kernel: np.split(kernel.T, bounds),
-    )
-
-
-def _qkv(path: tuple[str | int, ...], names: Sequence[str], config: DecoderConfig) -> _Slot:
-    """Query, key and value weights as one kernel in which each key/value head's group is contiguous."""
-    kv_heads, size, inputs = config.num_kv_heads, config.head_dim, config.hidden_size
-    group = config.num_heads // kv_heads
-
-    def join(tensors: Tensors) -> np.ndarray:
-        grouped = [tensor.reshape(kv_heads, -1, inputs) for tensor in tensors]
-        return np.concatenate(grouped, axis=1).reshape(-1, inputs).T
-
-    def split(kernel: np.ndarray) -> Tensors:
-        grouped = kernel.T.reshape(kv_heads, (group + 2) * size, inputs)
-        parts = np.split(grouped, [group * size, (group + 1) * size], axis=1)
-        return [part.reshape(-1, inputs) for part in parts]
-
-    rows = (config.num_heads * size, kv_heads * size, kv_heads * size)
-    return _Slot(path, {name: (count, inputs) for name, count in zip(names, rows, strict=True)}, join, split)
-
-
-def _slots(config: DecoderConfig) -> Iterator[_Slot]:
-    """Every parameter of the decoder with its tensors in the file."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    if not config.tie_embeddings:
-        yield _as_is(("embed",), "model.embed_tokens.weight", config.vocab_size, hidden)
-    for layer in range(config.num_layers):
-        here, name = ("layers", layer), f"model.layers.{layer}."
-        attention, mlp = name + "self_attn.", name + "mlp."
-        yield _as_is((*here, "attention_norm", "scale"), name + "input_layernorm.weight", hidden)
-        yield _qkv((*here, "qkv"), [f"{attention}{role}_proj.weight" for role in "qkv"], config)
-        if config.qk_norm:
-            for role in "qk":
-                yield _as_is((*here, f"{role}_norm", "scale"), f"{attention}{role}_norm.weight", config.head_dim)
-        yield _transposed((*here, "out"), {attention + "o_proj.weight": hidden}, config.num_heads * config.head_dim)
-        yield _as_is((*here, "mlp_norm", "scale"), name + "post_attention_layernorm.weight", hidden)
-        gate_up = {f"{mlp}{role}_proj.weight": inner for role in ("gate", "up")}
-        yield _transposed((*here, "gate_up"), gate_up, hidden)
-        yield _transposed((*here, "down"), {mlp + "down_proj.weight": hidden}, inner)
-    yield _as_is(("norm", "scale"), "model.norm.weight", hidden)
-    head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
-    yield _transposed(("head",), {head: config.vocab_size}, hidden)
-
-
-def load(directory: Path | str, dtype: Any = None) -> Checkpoint:
+def load(
+    directory: Path | str, dtype: Any = None, *, progress: Callable[[int, int], object] | None = None
+) -> Checkpoint:
     """Read a checkpoint directory; nothing in it is executed.
 
     Args:
       directory: holds `config.json`, `model.safetensors` or shards with their index, and usually `tokenizer.json`.
       dtype: of the parameters; None keeps the one in which the embeddings are stored.
+      progress: called as progress(bytes read so far, bytes in all) after each parameter.
+
+    Returns:
+      The checkpoint, its parameters on the default device.
 
     Raises:
       ValueError: a file is missing, malformed or cut short; the configuration is one that the decoder does not compute;
         tensors are missing, unexpected or of the wrong shape (all listed); the tokenizer belongs to another model.
+        Each message names the file and the remedy.
     """
     directory = Path(directory)
+    config, tokenizer, stored = _read_descriptions(directory)
+    if dtype is None:
+        dtype = tensor_files.DTYPES[stored[EMBEDDINGS].code]
+    needed = [stored[name] for slot in slots(config) for name in slot.shapes]
+    total, done = sum(tensor.stop - tensor.start for tensor in needed), 0
+    params: dict[tuple[Any, ...], jax.Array] = {}
+    before: jax.Array | None = None
+    for slot in slots(config):
+        params[slot.path] = _place(slot, stored, np.dtype(dtype))
+        # At most two parameters are on their way: the next is read while the last is still being copied.
+        jax.block_until_ready(before)
+        before = params[slot.path]
+        done += sum(stored[name].stop - stored[name].start for name in slot.shapes)
+        if progress is not None:
+            progress(done, total)
+    return Checkpoint(config, with_values(config, params), tokenizer)
+
+
+def _read_descriptions(directory: Path) -> tuple[DecoderConfig, Tokenizer | None, Stored]:
+    """Everything but the weights, checked to belong together."""
     if not directory.is_dir():
-        raise fail("directory", "a checkpoint directory", directory)
-    config = DecoderConfig.from_hf(tensor_files.read_json(directory / "config.json"))
+        raise fail("directory", "a checkpoint directory, with config.json and model.safetensors", directory)
+    path = directory / "config.json"
+    values = tensor_files.read_json(path)
+    try:
+        config = DecoderConfig.from_hf(values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     stored = tensor_files.locate(directory)
     _check_tensors(directory, config, stored)
     path = directory / "tokenizer.json"
     tokenizer = Tokenizer.load(path) if path.is_file() else None
     if tokenizer is not None:
-        tokenizer.check(config.vocab_size)
-    if dtype is None:
-        dtype = tensor_files.DTYPES[stored["model.embed_tokens.weight"].code]
-    params: dict[tuple[Any, ...], jax.Array] = {}
-    for slot in _slots(config):
-        joined = slot.join([stored[name].read() for name in slot.shapes])
-        params[slot.path] = jnp.asarray(np.ascontiguousarray(joined, dtype))
-    return Checkpoint(config, with_values(config, params), tokenizer)
+        tokenizer.check(config.vocab_size, path)
+    return config, tokenizer, stored
 
 
-def _check_tensors(directory: Path, config: DecoderConfig, stored: dict[str, tensor_files.StoredTensor]) -> None:
+def _place(slot: Slot, stored: Stored, dtype: np.dtype) -> jax.Array:
+    """One parameter on the device, from its tensors where they lie in the files."""
+    tensors = [stored[name].read() for name in slot.shapes]
+    # What the device has no dtype for (float64 without jax_enable_x64) is converted here.
+    held = [tensor.astype(jax.dtypes.canonicalize_dtype(tensor.dtype), copy=False) for tensor in tensors]
+    return _joiner(slot.layout, dtype)(jax.device_put(held))
+
+
+@functools.cache
+def _joiner(layout: Layout, dtype: np.dtype) -> Callable[[Sequence[jax.Array]], jax.Array]:
+    return jax.jit(lambda tensors: layout.join(tensors).astype(dtype))
+
+
+def _check_tensors(directory: Path, config: DecoderConfig, stored: Stored) -> None:
     """Compare names and shapes with what the configuration needs, and report every difference at once."""
-    needed = {name: shape for slot in _slots(config) for name, shape in slot.shapes.items()}
-    spare = {"lm_head.weight"} if config.tie_embeddings else set()
+    needed = {name: shape for slot in slots(config) for name, shape in slot.shapes.items()}
+    spare = {HEAD} if config.tie_embeddings else set()
     complaints = [f"missing {name} {list(shape)}" for name, shape in needed.items() if name not in stored]
     for name, tensor in stored.items():
         if name in needed and tensor.shape != needed[name]:
@@ -145,22 +119,34 @@ def _check_tensors(directory: Path, config: DecoderConfig, stored: dict[str, ten
         elif name not in needed and name not in spare and not name.endswith(REDUNDANT):
             complaints.append(f"unexpected {name} {list(tensor.shape)} in {tensor.file.name}")
     if complaints:
-        raise ValueError(f"{directory}: tensors do not match config.json: " + "; ".join(complaints))
+        remedy = _remedy(config, stored)
+        raise ValueError(f"{directory}: tensors do not match config.json: " + "; ".join(complaints) + f". {remedy}")
+
+
+def _remedy(config: DecoderConfig, stored: Stored) -> str:
+    """What to do about tensors that do not match."""
+    if not config.tie_embeddings and HEAD not in stored and EMBEDDINGS in stored:
+        return f"Without {HEAD} the head is the embeddings: set tie_word_embeddings to true in config.json"
+    if config.tie_embeddings and EMBEDDINGS not in stored and HEAD in stored:
+        return f"Tied embeddings are stored as {EMBEDDINGS}: rename {HEAD}, or set tie_word_embeddings to false"
+    return "Use the config.json that came with these weights, or fetch the checkpoint again"
 
 
 def with_values(config: DecoderConfig, values: dict[tuple[Any, ...], jax.Array]) -> Params:
     """Parameters of a decoder of this shape, from arrays by their path."""
-    abstract = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))), nnx.Param)
-    flat = nnx.to_flat_state(abstract)
-    return nnx.from_flat_state([(path, leaf.replace(values[path])) for path, leaf in flat])
+    return nnx.from_flat_state([(path, leaf.replace(values[path])) for path, leaf in _abstract(config)])
+
+
+def _abstract(config: DecoderConfig) -> list[tuple[tuple[Any, ...], Any]]:
+    """Paths and shapes of the decoder's parameters."""
+    return list(nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))), nnx.Param)))
 
 
 def _check_params(config: DecoderConfig, params: Params) -> None:
     """Check paths and shapes against the decoder's, and report every difference at once."""
-    abstract = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))), nnx.Param)
     needed, got = (
-        {".".join(map(str, path)): tuple(leaf.shape) for path, leaf in nnx.to_flat_state(tree)}
-        for tree in (abstract, params)
+        {".".join(map(str, path)): tuple(leaf.shape) for path, leaf in flat}
+        for flat in (_abstract(config), nnx.to_flat_state(params))
     )
     names = sorted(needed.keys() | got.keys())
     wrong = [f"{name} {got.get(name)} for {needed.get(name)}" for name in names if got.get(name) != needed.get(name)]
@@ -177,12 +163,12 @@ def save(
     dtype: Any = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write a checkpoint directory that `load`, and Hugging Face's libraries, read.
+    """Write a checkpoint directory that `load`, and Hugging Face's libraries, read; one parameter at a time.
 
     Args:
       directory: made if missing; files of the same names are replaced.
       config: the decoder's shape.
-      params: its parameters.
+      params: its parameters, on one device or split over a mesh.
       tokenizer: written as `tokenizer.json`.
       dtype: of the stored tensors; None keeps the parameters' own.
       max_shard_bytes: a file larger than this is split into shards with an index.
@@ -191,18 +177,20 @@ def save(
       ValueError: the parameters are not those of `config`; nothing is written or removed.
     """
     _check_params(config, params)
-    arrays = dict(nnx.to_flat_state(params))
-    tensors: dict[str, np.ndarray] = {}
-    for slot in _slots(config):
-        array = np.asarray(arrays[slot.path][...])
-        parts = slot.split(array if dtype is None else array.astype(dtype))
-        tensors |= dict(zip(slot.shapes, parts, strict=True))
+    arrays = {path: leaf[...] for path, leaf in nnx.to_flat_state(params)}
+    dtypes = {path: np.dtype(array.dtype if dtype is None else dtype) for path, array in arrays.items()}
+    entries = {name: (shape, dtypes[slot.path]) for slot in slots(config) for name, shape in slot.shapes.items()}
+
+    def tensors() -> Iterator[np.ndarray]:
+        for slot in slots(config):
+            yield from slot.layout.split(np.asarray(arrays[slot.path]).astype(dtypes[slot.path], copy=False))
+
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     for stale in (*directory.glob("model*.safetensors"), directory / tensor_files.INDEX):
         stale.unlink(missing_ok=True)
-    tensor_files.write(directory, tensors, max_shard_bytes)
-    stored = np.dtype(next(iter(tensors.values())).dtype).name
+    tensor_files.write(directory, entries, tensors(), max_shard_bytes)
+    stored = next(iter(dtypes.values())).name
     (directory / "config.json").write_text(json.dumps(config.to_hf(stored), indent=2) + "\n", encoding="utf-8")
     if tokenizer is not None:
         tokenizer.backend.save(str(directory / "tokenizer.json"))

@@ -4,11 +4,12 @@ Attention is handed in and the cache is explicit, so the decoder knows neither b
 read the same input are stored as one matrix, [inputs, outputs] like every kernel here:
 
     qkv      [hidden, K * (G + 2) * H]   per key/value head: its G query heads, its key, its value
-    gate_up  [hidden, 2 * F]             the gate, then the value that it gates
+    gate_up  [hidden, 2, F]              the gate, and the value that it gates
     embed    [V, hidden]                 absent when tied: the head's columns are the embeddings
     head     [hidden, V]
 
-so that a step is four matrix products a layer, and a split over key/value heads keeps groups whole.
+so that a step is four matrix products a layer, and a split over key/value heads or over F keeps together what belongs
+together. What only some families have (`Family`) is decided while the module is built, not while it runs.
 """
 
 import functools
@@ -24,11 +25,16 @@ from flashspec.cache import append, view
 from flashspec.checks import shape
 from flashspec.language_model import Params
 from flashspec.models.config import DecoderConfig
-from flashspec.models.rotary import rotary_angles, rotate
+from flashspec.models.rotary import frequencies, rotary_angles, rotate
 
 Array = jax.Array
 # Attention of one layer: (its index, query [B,T,N,H], key and value [B,T,K,H]) -> [B,T,N,H].
 type Attend = Callable[[int, Array, Array, Array], Array]
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
 def _unchanged(x: Array) -> Array:
@@ -45,66 +51,87 @@ def _matmul(x: Array, kernel: Array, precision: str | None, dtype: Any = None) -
 class RMSNorm(nnx.Module):
     """scale * x / sqrt(mean(x^2) + eps) over the last axis, the mean in float32 or better.
 
+    With `unit_offset` it multiplies by 1 + scale, and returns to the input's dtype only then.
+
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467), equation 4.
     """
 
-    def __init__(self, size: int, eps: float, dtype: Any):
-        self.scale = nnx.Param(jnp.ones((size,), dtype))
-        self.eps = eps
+    def __init__(self, size: int, eps: float, dtype: Any, unit_offset: bool):
+        self.scale = nnx.Param((jnp.zeros if unit_offset else jnp.ones)((size,), dtype))
+        self.eps, self.unit_offset = eps, unit_offset
 
     def __call__(self, x: Array) -> Array:
         work = x.astype(np.promote_types(x.dtype, np.float32))
         work = work * jax.lax.rsqrt(jnp.mean(jnp.square(work), axis=-1, keepdims=True) + self.eps)
-        return work.astype(x.dtype) * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        if self.unit_offset:
+            return (work * (1 + scale.astype(work.dtype))).astype(x.dtype)
+        return work.astype(x.dtype) * scale
 
 
-def _kernel(rngs: nnx.Rngs, inputs: int, outputs: int, dtype: Any, scale: float = 1.0) -> nnx.Param:
-    """Normal entries of standard deviation scale / sqrt(inputs)."""
-    return nnx.Param(jax.random.normal(rngs.params(), (inputs, outputs), dtype) * (scale * inputs**-0.5))
+def _kernel(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> nnx.Param:
+    """Normal entries of standard deviation scale / sqrt(inputs), the first of the sizes."""
+    return nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * (scale * shape[0] ** -0.5))
 
 
 class Block(nnx.Module):
     """One pre-norm decoder layer: attention and a gated MLP, each added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: Any, precision: str | None):
-        hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
-        branch = (2 * config.num_layers) ** -0.5
+        hidden, inner, size, traits = config.hidden_size, config.intermediate_size, config.head_dim, config.traits
+        branch, columns = (2 * config.num_layers) ** -0.5, (config.num_heads + 2 * config.num_kv_heads) * size
+        norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype, unit_offset=traits.unit_offset)
         self.config, self.precision = config, precision
-        self.attention_norm = RMSNorm(hidden, config.rms_norm_eps, dtype)
-        self.qkv = _kernel(rngs, hidden, (config.num_heads + 2 * config.num_kv_heads) * size, dtype)
-        self.out = _kernel(rngs, config.num_heads * size, hidden, dtype, branch)
-        self.mlp_norm = RMSNorm(hidden, config.rms_norm_eps, dtype)
-        self.gate_up = _kernel(rngs, hidden, 2 * inner, dtype)
-        self.down = _kernel(rngs, inner, hidden, dtype, branch)
-        if config.qk_norm:
-            self.q_norm = RMSNorm(size, config.rms_norm_eps, dtype)
-            self.k_norm = RMSNorm(size, config.rms_norm_eps, dtype)
+        self.attention_norm = norm(hidden)
+        self.qkv = _kernel(rngs, (hidden, columns), dtype)
+        self.out = _kernel(rngs, (config.num_heads * size, hidden), dtype, branch)
+        self.mlp_norm = norm(hidden)
+        self.gate_up = _kernel(rngs, (hidden, 2, inner), dtype)
+        self.down = _kernel(rngs, (inner, hidden), dtype, branch)
+        if traits.qkv_bias:
+            self.qkv_bias = nnx.Param(jnp.zeros((columns,), dtype))
+        if traits.qk_norm:
+            self.q_norm, self.k_norm = norm(size), norm(size)
+        if traits.post_norms:
+            self.post_attention_norm, self.post_mlp_norm = norm(hidden), norm(hidden)
 
     def project(self, x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
         """Query [B,T,N,H], key and value [B,T,K,H] of normalised `x`, with positions applied."""
-        config = self.config
+        config, traits = self.config, self.config.traits
         kv_heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
         fused = _matmul(x, self.qkv[...], self.precision)
+        if traits.qkv_bias:
+            fused = fused + self.qkv_bias[...][None, None, :]
         fused = fused.reshape(*x.shape[:2], kv_heads, group + 2, config.head_dim)
         turned = fused[..., : group + 1, :]
-        if config.qk_norm:
+        if traits.qk_norm:
             query, key = self.q_norm(turned[..., :group, :]), self.k_norm(turned[..., group:, :])
             turned = jnp.concatenate([query, key], axis=-2)
         turned = rotate(turned, cos, sin)
         query = turned[..., :group, :].reshape(*x.shape[:2], config.num_heads, config.head_dim)
         return query, turned[..., group, :], fused[..., group + 1, :]
 
+    def mlp(self, x: Array) -> Array:
+        """The gated MLP of normalised x [B,T,hidden]."""
+        hidden, _, inner = self.gate_up.shape
+        gate_up = _matmul(x, self.gate_up[...].reshape(hidden, 2 * inner), self.precision)
+        gate_up = gate_up.reshape(*x.shape[:2], 2, inner)
+        gated = ACTIVATIONS[self.config.traits.activation](gate_up[..., 0, :]) * gate_up[..., 1, :]
+        return _matmul(gated, self.down[...], self.precision)
+
     def __call__(
         self, x: Array, cos: Array, sin: Array, attend: Callable[..., Array], drop: Callable[[Array], Array]
     ) -> Array:
         attended = attend(*self.project(self.attention_norm(x), cos, sin))
-        x = x + drop(_matmul(attended.reshape(*x.shape[:2], -1), self.out[...], self.precision))
-        gate, up = jnp.split(_matmul(self.mlp_norm(x), self.gate_up[...], self.precision), 2, axis=-1)
-        return x + drop(_matmul(jax.nn.silu(gate) * up, self.down[...], self.precision))
+        attended = _matmul(attended.reshape(*x.shape[:2], -1), self.out[...], self.precision)
+        post_norms = self.config.traits.post_norms
+        x = x + drop(self.post_attention_norm(attended) if post_norms else attended)
+        mlp = self.mlp(self.mlp_norm(x))
+        return x + drop(self.post_mlp_norm(mlp) if post_norms else mlp)
 
 
 class Decoder(nnx.Module):
-    """A decoder-only transformer of the Llama kind.
+    """A decoder-only transformer of any of `FAMILIES`.
 
     Args:
       config: its shape.
@@ -121,21 +148,35 @@ class Decoder(nnx.Module):
         if not config.tie_embeddings:
             self.embed = nnx.Param(jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), dtype))
         self.layers = nnx.List([Block(config, rngs, dtype, precision) for _ in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.head = _kernel(rngs, config.hidden_size, config.vocab_size, dtype)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, config.traits.unit_offset)
+        self.head = _kernel(rngs, (config.hidden_size, config.vocab_size), dtype)
 
     def hidden(self, x: Array, positions: Array, attend: Attend, drop: Callable[[Array], Array] = _unchanged) -> Array:
         """The blocks over embeddings x [B,T,hidden] at logical `positions` [B,T]; returns [B,T,hidden], normalised."""
+        rotations, size = self.config.rotations, self.config.head_dim
         # The barrier keeps the compiler from fusing the cosines into every layer that uses them.
-        angles = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
-        cos, sin = jax.lax.optimization_barrier(angles)
-        for index, block in enumerate(self.layers):
+        angles = {
+            rotation: jax.lax.optimization_barrier(rotary_angles(positions, frequencies(size, *rotation)))
+            for rotation in dict.fromkeys(rotations)
+        }
+        for index, (block, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
+            cos, sin = angles[rotation]
             x = block(x, cos, sin, lambda q, k, v, index=index: attend(index, q, k, v), drop)
         return self.norm(x)
 
     def logits(self, hidden: Array) -> Array:
         """Logits [B,T,V] of normalised hidden states, in float32 or better."""
-        return _matmul(hidden, self.head[...], self.precision, np.promote_types(hidden.dtype, np.float32))
+        logits = _matmul(hidden, self.head[...], self.precision, np.promote_types(hidden.dtype, np.float32))
+        cap = self.config.final_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def _options(self, layer: int) -> dict[str, Any]:
+        """What attention of a layer is told besides its operands; what the defaults say is left out."""
+        config = self.config
+        options = {"window": config.windows[layer], "logits_soft_cap": config.attention_soft_cap}
+        if config.query_pre_attn_scalar is not None:
+            options["scale"] = config.score_scale
+        return {name: value for name, value in options.items() if value is not None}
 
     def __call__(
         self,
@@ -150,8 +191,8 @@ class Decoder(nnx.Module):
         Args:
           tokens: [B,T], integers.
           attention: called as `attention(query, key, value, is_causal=True, q_positions=positions,
-            kv_positions=positions, window=window)`, the last three only where they are not None;
-            `flashspec.attention.dot_product_attention` fits.
+            kv_positions=positions, window=window, scale=scale, logits_soft_cap=cap)`, all behind the first only where
+            the call or the model has them; `flashspec.attention.dot_product_attention` fits.
           positions: [B,T] logical positions; None for 0..T-1.
           drop: applied to what each branch adds to the residual stream; dropout goes here.
 
@@ -159,18 +200,18 @@ class Decoder(nnx.Module):
           [B,T,V], float32 or better: the logits of the token after each.
         """
         shape("tokens", tokens, "B T")
-        options: dict[str, Any] = {} if self.config.window is None else {"window": self.config.window}
+        where: dict[str, Any] = {}
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
         else:
-            options |= {"q_positions": positions, "kv_positions": positions}
+            where = {"q_positions": positions, "kv_positions": positions}
 
         def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
-            return attention(query, key, value, is_causal=True, **options)
+            return attention(query, key, value, is_causal=True, **where, **self._options(layer))
 
         # Whole rows make the gradient's scatter contiguous; over a long sequence the transposition is nothing.
         rows = self.head[...].T if self.config.tie_embeddings else self.embed[...]
-        return self.logits(self.hidden(jnp.take(rows, tokens, axis=0), positions, attend, drop))
+        return self.logits(self.hidden(self._scaled(jnp.take(rows, tokens, axis=0)), positions, attend, drop))
 
     def step(
         self,
@@ -185,7 +226,8 @@ class Decoder(nnx.Module):
         Args:
           tokens: [B,T], integers; row b continues at logical position `cache.length[b]`.
           cache: one of `flashspec.cache`, for this decoder's layers, key/value heads and head size.
-          attention: `flashspec.attention.decode.cached_attention` or a callable with its arguments.
+          attention: called as `flashspec.attention.decode.cached_attention(query, view, q_lengths=num_valid,
+            window=window, scale=scale, logits_soft_cap=cap)`, the last three only where the layer has them.
           num_valid: [B], the first so many tokens of each row are real; None for all.
 
         Returns:
@@ -197,9 +239,9 @@ class Decoder(nnx.Module):
         def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
             nonlocal cache
             cache = append(cache, layer, key, value, num_valid)
-            return attention(query, view(cache, layer), q_lengths=num_valid, window=self.config.window)
+            return attention(query, view(cache, layer), q_lengths=num_valid, **self._options(layer))
 
-        hidden = self.hidden(self._embed_few(tokens), positions, attend)
+        hidden = self.hidden(self._scaled(self._embed_few(tokens)), positions, attend)
         return hidden, cache
 
     def _embed_few(self, tokens: Array) -> Array:
@@ -207,6 +249,12 @@ class Decoder(nnx.Module):
         if self.config.tie_embeddings:
             return jnp.moveaxis(jnp.take(self.head[...], tokens, axis=1), 0, -1)
         return jnp.take(self.embed[...], tokens, axis=0)
+
+    def _scaled(self, embeddings: Array) -> Array:
+        """Embeddings as the first block reads them; their factor is rounded to their dtype, as in training."""
+        if not self.config.traits.scaled_embeddings:
+            return embeddings
+        return embeddings * jnp.asarray(self.config.hidden_size**0.5, embeddings.dtype)
 
 
 @functools.cache

@@ -85,10 +85,11 @@ def as_language_model(
     Args:
       config: the decoder's shape.
       dtype: of the parameters that will be passed, and so of the cache.
-      cache: "dense"; "window", a ring buffer, for a model that has a window of its own; or "paged".
+      cache: "dense"; "window", a ring buffer, for a model whose layers all have a window; or "paged". Where only some
+        layers have one, a dense or paged cache keeps every position and attention applies each layer's own window.
       draft_length: the longest draft D that a window cache must be able to take back.
       page_size: positions in a page of a paged cache; each row gets pages for its whole capacity.
-      attention: called as `cached_attention(query, view, q_lengths=num_valid, window=window)`.
+      attention: called as `Decoder.step` says; `cached_attention` has its arguments.
       precision: of matrix products; None is "highest" for float32 and float64.
 
     Returns:
@@ -96,11 +97,12 @@ def as_language_model(
       window cache needs it.
 
     Raises:
-      ValueError: an unknown cache, or a window cache for a model without a window, which would change its results.
+      ValueError: an unknown cache, or a window cache for a model in which some layer attends to its whole prefix, which
+        would change its results.
     """
     one_of("cache", cache, CACHES)
     if cache == "window" and config.window is None:
-        raise fail("cache", "'dense' or 'paged' for a model that attends to its whole prefix", repr(cache))
+        raise fail("cache", "'dense' or 'paged' for a model with layers that attend to the whole prefix", repr(cache))
     at_least("draft_length", draft_length, 0)
     at_least("page_size", page_size, 1)
     own = _Functions(config, jnp.dtype(dtype), cache, draft_length, page_size, attention, precision)

@@ -8,13 +8,13 @@ Source: https://github.com/huggingface/safetensors, "Format".
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+import mmap
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-import safetensors.numpy
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -33,9 +33,12 @@ class StoredTensor:
     stop: int
 
     def read(self) -> np.ndarray:
-        """The tensor, in the dtype in which it is stored."""
-        count = math.prod(self.shape)
-        return np.fromfile(self.file, DTYPES[self.code], count=count, offset=self.start).reshape(self.shape)
+        """The tensor where it lies: a read-only view of the file's pages, which the system may drop at any time."""
+        page = self.start - self.start % mmap.ALLOCATIONGRANULARITY
+        with self.file.open("rb") as file:
+            pages = mmap.mmap(file.fileno(), self.stop - page, offset=page, access=mmap.ACCESS_READ)
+        own = np.frombuffer(pages, np.uint8, self.stop - self.start, self.start - page)
+        return own.view(DTYPES[self.code]).reshape(self.shape)
 
 
 def locate(directory: Path) -> dict[str, StoredTensor]:
@@ -123,24 +126,52 @@ def _entry(path: Path, entry: Mapping[str, Any], origin: int) -> StoredTensor:
     return StoredTensor(path, code, shape, origin + start, origin + stop)
 
 
-def write(directory: Path, tensors: Mapping[str, np.ndarray], max_shard_bytes: int) -> None:
-    """Write tensors to one file, or to shards with an index where they exceed `max_shard_bytes`."""
-    shards: list[dict[str, np.ndarray]] = [{}]
-    filled = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and filled + tensor.nbytes > max_shard_bytes:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = np.ascontiguousarray(tensor)
-        filled += tensor.nbytes
-    if len(shards) == 1:
-        safetensors.numpy.save_file(shards[0], directory / SINGLE, metadata={"format": "pt"})
-        return
-    places: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        safetensors.numpy.save_file(shard, directory / name, metadata={"format": "pt"})
-        places |= dict.fromkeys(shard, name)
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+def write(
+    directory: Path,
+    entries: Mapping[str, tuple[tuple[int, ...], np.dtype]],
+    tensors: Iterator[np.ndarray],
+    max_shard_bytes: int,
+) -> None:
+    """Write tensors as they come to one file, or to shards with an index where they exceed `max_shard_bytes`.
+
+    Args:
+      directory: exists.
+      entries: shape and dtype of each tensor by name.
+      tensors: the tensors, in the order of `entries`; each is written before the next is asked for.
+      max_shard_bytes: no shard is larger unless one tensor is.
+    """
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in entries.items()}
+    shards: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if shards[-1] and sum(sizes[held] for held in shards[-1]) + size > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(name)
+    files = [SINGLE]
+    if len(shards) > 1:
+        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for file, names in zip(files, shards, strict=True):
+        _write_file(directory / file, {name: entries[name] for name in names}, tensors)
+    if len(shards) > 1:
+        places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_file(
+    path: Path, entries: Mapping[str, tuple[tuple[int, ...], np.dtype]], tensors: Iterator[np.ndarray]
+) -> None:
+    """One file with the next tensors of the iterator, which have to be those of `entries`."""
+    codes = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    stop = 0
+    for name, (shape, dtype) in entries.items():
+        start, stop = stop, stop + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that numbers lie on their own boundaries
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for (shape, dtype), tensor in zip(entries.values(), tensors, strict=False):
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise ValueError(f"{path}: expected {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")
+            file.write(np.ascontiguousarray(tensor).view(np.uint8).data)

@@ -45,25 +45,36 @@ class Tokenizer:
         """One more than the highest token id."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    def check(self, vocab_size: int) -> None:
+    def check(self, vocab_size: int, path: Path | None = None) -> None:
         """Check that this tokenizer can belong to a model of `vocab_size` ids.
+
+        Added tokens may lie past the model's ids (Gemma 3's has one for images): text that holds one is refused where
+        its ids are used.
+
+        Args:
+          vocab_size: V of the model.
+          path: the tokenizer's file, for the message.
 
         Raises:
           ValueError: it has ids that the model lacks, or so few that it is another model's.
         """
-        if not vocab_size - MAX_PADDED_IDS <= self.size <= vocab_size:
-            raise fail("tokenizer", f"ids that match the model's vocabulary of {vocab_size}", f"{self.size} ids")
+        own = max(self.backend.get_vocab(with_added_tokens=False).values(), default=-1) + 1
+        if own > vocab_size or self.size < vocab_size - MAX_PADDED_IDS:
+            where = f" in {path} (use the tokenizer.json that came with these weights)" if path else ""
+            expected = f"ids that match the model's vocabulary of {vocab_size}"
+            raise fail("tokenizer", expected, f"{max(own, self.size)} ids{where}")
 
-    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids with the special tokens that the tokenizer itself adds.
+    def encode(self, texts: Sequence[str], *, special_tokens: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids, by default with the special tokens that the tokenizer itself adds.
 
         Args:
           texts: B strings.
+          special_tokens: False for texts that hold their own already, as a chat template writes them.
 
         Returns:
           (tokens [B,P] int32 padded on the right with 0, lengths [B] int32), P the longest length.
         """
-        rows = [encoding.ids for encoding in self.backend.encode_batch(list(texts))]
+        rows = [encoding.ids for encoding in self.backend.encode_batch(list(texts), add_special_tokens=special_tokens)]
         tokens = np.zeros((len(rows), max(map(len, rows), default=0)), np.int32)
         for row, ids in zip(tokens, rows, strict=True):
             row[: len(ids)] = ids

@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 
 from flashspec import models
-from flashspec.attention import dot_product_attention
 from flashspec.attention.decode import cached_attention
 from flashspec.language_model import LanguageModel
-from tests.models.examples import CONFIGS, assert_close, example
+from tests.models import examples
+from tests.models.examples import CONFIGS, assert_close, example, rows
 
 TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, 37, (2, 13)), jnp.int32)
-KINDS = [(name, kind) for name in CONFIGS for kind in ("dense", "paged")]
+KINDS = [(name, "dense") for name in CONFIGS] + [("llama", "paged"), ("gemma 2", "paged")]
 KINDS += [("mistral", "window"), ("qwen3 with a window", "window")]
 
 
 def full(name: str) -> jax.Array:
-    config, params = example(name)
-    return models.merge(config, params)(TOKENS, attention=dot_product_attention)
+    return examples.full(name, rows(TOKENS))
 
 
 def language_model(name: str, kind: str, **options: Any) -> tuple[LanguageModel, Any]:
@@ -55,7 +54,7 @@ def test_many_tokens_at_a_time() -> None:
     tokens = jnp.tile(TOKENS, (1, 2))
     model = models.as_language_model(config)
     logits, cache = jax.jit(model.apply)(params, tokens, model.init_cache(2, 30))
-    assert_close(logits, models.merge(config, params)(tokens, attention=dot_product_attention))
+    assert_close(logits, examples.full("llama", rows(tokens)))
     assert cache.length.tolist() == [26, 26]
 
 
@@ -69,7 +68,8 @@ def test_prefill_ignores_padding(kind: str) -> None:
         padded = jnp.where(inside, TOKENS[:, :12], padding)
         caches.append(jax.jit(model.prefill)(params, padded, lengths, model.init_cache(2, 16)))  # type: ignore[arg-type]
     following = jnp.stack([TOKENS[0, 9:11], TOKENS[1, 4:6]])
-    (first, cache), (second, _) = (model.apply(params, following, cache) for cache in caches)
+    apply = jax.jit(model.apply)
+    (first, cache), (second, _) = (apply(params, following, cache) for cache in caches)
     np.testing.assert_array_equal(np.asarray(first), np.asarray(second))
     wanted = full("mistral")
     assert_close(first, jnp.stack([wanted[0, 9:11], wanted[1, 4:6]]))
@@ -79,49 +79,53 @@ def test_prefill_ignores_padding(kind: str) -> None:
 def test_a_prefill_of_padding_as_text_is_seen() -> None:
     model, params = language_model("llama", "dense")
     assert model.prefill is not None
+    prefill, apply = jax.jit(model.prefill), jax.jit(model.apply)
     right, wrong = (
-        model.prefill(params, TOKENS[:, :6], jnp.array(lengths, jnp.int32), model.init_cache(2, 16))
+        prefill(params, TOKENS[:, :6], jnp.array(lengths, jnp.int32), model.init_cache(2, 16))
         for lengths in ([6, 4], [6, 6])
     )
     following = jnp.stack([TOKENS[0, 6:8], TOKENS[1, 4:6]])
     wanted = jnp.stack([full("llama")[0, 6:8], full("llama")[1, 4:6]])
-    assert_close(model.apply(params, following, right)[0], wanted)
+    assert_close(apply(params, following, right)[0], wanted)
     with pytest.raises(AssertionError):
-        assert_close(model.apply(params, following, wrong)[0], wanted)
+        assert_close(apply(params, following, wrong)[0], wanted)
 
 
 @pytest.mark.parametrize("kind", ["dense", "paged", "window"])
 def test_a_rollback_leaves_no_trace(kind: str) -> None:
     model, params = language_model("mistral", kind)
-    _, cache = model.apply(params, TOKENS[:, :4], model.init_cache(2, 16))
-    _, cache = model.apply(params, TOKENS[:, 9:12], cache)
-    cache = model.rollback(cache, jnp.array([4, 4], jnp.int32))
-    logits, _ = model.apply(params, TOKENS[:, 4:7], cache)
-    assert_close(logits, full("mistral")[:, 4:7])
+    apply = jax.jit(model.apply)
+    _, cache = apply(params, TOKENS[:, :3], model.init_cache(2, 16))
+    _, cache = apply(params, TOKENS[:, 9:12], cache)
+    cache = model.rollback(cache, jnp.array([3, 3], jnp.int32))
+    logits, _ = apply(params, TOKENS[:, 3:6], cache)
+    assert_close(logits, full("mistral")[:, 3:6])
 
 
 def test_positions_come_from_the_cache() -> None:
     model, params = language_model("llama", "dense")
-    _, cache = model.apply(params, TOKENS[:, :5], model.init_cache(2, 16))
-    off_by_one = cached_shifted(model, params, cache)
-    assert_close(model.apply(params, TOKENS[:, 5:6], cache)[0], full("llama")[:, 5:6])
+    apply = jax.jit(model.apply)
+    _, cache = apply(params, TOKENS[:, :5], model.init_cache(2, 16))
+    off_by_one = cached_shifted(params, cache)
+    assert_close(apply(params, TOKENS[:, 5:6], cache)[0], full("llama")[:, 5:6])
     with pytest.raises(AssertionError):
         assert_close(off_by_one, full("llama")[:, 5:6])
 
 
-def cached_shifted(model: LanguageModel, params: Any, cache: Any) -> jax.Array:
+def cached_shifted(params: Any, cache: Any) -> jax.Array:
     """The next token's logits when its rotation is that of the position after its own."""
-    config = CONFIGS["llama"]
-    decoder = models.merge(config, params)
     shifted = models.decoder.rotary_angles
 
-    def one_late(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-        return shifted(positions + 1, head_dim, theta)
+    def apply(params: Any, tokens: jax.Array, cache: Any) -> jax.Array:
+        decoder = models.merge(CONFIGS["llama"], params)
+        return decoder.logits(decoder.step(tokens, cache, attention=cached_attention)[0])
+
+    def one_late(positions: jax.Array, per_position: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        return shifted(positions + 1, per_position)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models.decoder, "rotary_angles", one_late)
-        hidden, _ = decoder.step(TOKENS[:, 5:6], cache, attention=cached_attention)
-    return decoder.logits(hidden)
+        return jax.jit(apply)(params, TOKENS[:, 5:6], cache)
 
 
 def test_a_window_prefill_goes_in_chunks_that_fit() -> None:
@@ -129,8 +133,8 @@ def test_a_window_prefill_goes_in_chunks_that_fit() -> None:
     cache = model.init_cache(2, 16)
     assert cache.key[0].shape[1] == 2 + 4
     assert model.prefill is not None
-    cache = model.prefill(params, TOKENS[:, :12], jnp.array([12, 12], jnp.int32), cache)
-    assert_close(model.apply(params, TOKENS[:, 12:], cache)[0], full("qwen3 with a window")[:, 12:])
+    cache = jax.jit(model.prefill)(params, TOKENS[:, :12], jnp.array([12, 12], jnp.int32), cache)
+    assert_close(jax.jit(model.apply)(params, TOKENS[:, 12:], cache)[0], full("qwen3 with a window")[:, 12:])
 
 
 def test_float64(x64: None) -> None:
@@ -139,4 +143,4 @@ def test_float64(x64: None) -> None:
     model = models.as_language_model(config, jnp.float64)
     logits = decode(model, wide, [1] * 13, model.init_cache(2, 16))
     assert logits.dtype == jnp.float64
-    assert_close(logits, models.merge(config, wide)(TOKENS, attention=dot_product_attention), 1e-7)
+    assert_close(logits, examples.forward(config, wide, TOKENS), 1e-7)

@@ -1,10 +1,11 @@
 """`config.json` in both directions, and what it must refuse."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 
-from flashspec.models import PRESETS, DecoderConfig
+from flashspec.models import PRESETS, DecoderConfig, RopeScaling
 from tests.models.examples import CONFIGS
 
 LLAMA: dict[str, Any] = {
@@ -30,7 +31,7 @@ def test_defaults_of_the_family() -> None:
     assert not config.tie_embeddings
     qwen = DecoderConfig.from_hf(LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
     assert qwen.head_dim == 128
-    assert qwen.qk_norm
+    assert qwen.traits.qk_norm
 
 
 def test_rope_parameters_in_the_new_spelling() -> None:
@@ -61,6 +62,16 @@ REFUSED = [
     ("attention_bias", True),
     ("mlp_bias", True),
     ("rope_scaling", {"rope_type": "llama3", "factor": 32.0}),
+    ("rope_scaling", {"rope_type": "linear"}),
+    ("rope_scaling", {"rope_type": "linear", "factor": 2.0, "beta": 1}),
+    ("rope_scaling", {"rope_type": "dynamic", "factor": 2.0}),
+    ("rope_scaling", {"rope_type": ["linear"], "factor": 2.0}),
+    ("rope_parameters", {"full_attention": {}, "sliding_attention": {}}),
+    ("rope_local_base_freq", 1e4),
+    ("query_pre_attn_scalar", 256),
+    ("final_logit_softcapping", 30.0),
+    ("use_mrope", True),
+    ("rope_interleaved", True),
     ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}),
     ("partial_rotary_factor", 0.5),
     ("quantization_config", {"bits": 4}),
@@ -114,15 +125,83 @@ def test_a_missing_size_is_named() -> None:
         DecoderConfig.from_hf({key: value for key, value in LLAMA.items() if key != "intermediate_size"})
 
 
-def test_a_window_on_some_layers_only_is_refused() -> None:
-    qwen = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "sliding_window": 8,
-        "use_sliding_window": True,
-    }
-    with pytest.raises(ValueError, match="max_window_layers"):
-        DecoderConfig.from_hf(LLAMA | qwen | {"max_window_layers": 1})
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True}
+GEMMA2 = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+
+
+def test_a_window_on_the_upper_layers() -> None:
+    config = DecoderConfig.from_hf(LLAMA | QWEN2 | {"max_window_layers": 1})
+    assert config.windows == (None, (7, 0))
+    assert config.window is None
+    assert DecoderConfig.from_hf(LLAMA | QWEN2 | {"max_window_layers": 0}).window == (7, 0)
+    assert DecoderConfig.from_hf(LLAMA | QWEN2 | {"max_window_layers": 2}).sliding_window is None
+
+
+def test_windows_that_alternate() -> None:
+    usual = DecoderConfig.from_hf(LLAMA | GEMMA2 | {"head_dim": 8})
+    assert usual.windows == ((4095, 0), None)
+    sizes = {"num_hidden_layers": 7, "head_dim": 8, "sliding_window": 5}
+    assert DecoderConfig.from_hf(LLAMA | GEMMA3 | sizes).full_layers == (5,)
+    assert DecoderConfig.from_hf(LLAMA | GEMMA3 | sizes | {"sliding_window_pattern": 3}).full_layers == (2, 5)
+    listed = ["full_attention", *(["sliding_attention"] * 6)]
+    assert DecoderConfig.from_hf(LLAMA | GEMMA3 | sizes | {"layer_types": listed}).full_layers == (0,)
+
+
+def test_what_gemma_leaves_out() -> None:
+    two, three = (DecoderConfig.from_hf(LLAMA | family) for family in (GEMMA2, GEMMA3))
+    assert (two.attention_soft_cap, two.final_soft_cap, two.query_pre_attn_scalar) == (50.0, 30.0, 256)
+    assert (three.rope_theta, three.local_rope_theta, three.final_soft_cap) == (1e6, 1e4, None)
+    assert two.tie_embeddings
+    assert two.head_dim == 256
+    assert DecoderConfig.from_hf(LLAMA | GEMMA2 | {"attn_logit_softcapping": None}).attention_soft_cap is None
+
+
+def test_rotations_of_both_spellings() -> None:
+    scaled = {"rope_type": "linear", "factor": 8.0}
+    old = {"rope_theta": 1e6, "rope_local_base_freq": 5e3, "rope_scaling": scaled}
+    full, sliding = {"rope_theta": 1e6, **scaled}, {"rope_type": "default", "rope_theta": 5e3}
+    new = {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+    configs = [DecoderConfig.from_hf(LLAMA | GEMMA3 | {"num_hidden_layers": 6} | spelt) for spelt in (old, new)]
+    assert configs[0] == configs[1]
+    assert configs[0].rotations == (*(((5e3, None),) * 5), (1e6, RopeScaling("linear", 8.0)))
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        (QWEN2, "layer_types", ["sliding_attention"]),
+        (QWEN2, "layer_types", ["sliding_attention", "other"]),
+        (QWEN2 | {"use_sliding_window": False}, "layer_types", ["full_attention", "sliding_attention"]),
+        (QWEN2, "max_window_layers", -1),
+        (GEMMA2, "sliding_window_pattern", 0),
+        (GEMMA2, "sliding_window_size", 8),
+        (GEMMA2, "hidden_activation", "silu"),
+        (GEMMA2, "hidden_act", "silu"),
+        (GEMMA2, "final_logit_softcapping", -1.0),
+        (GEMMA2, "query_pre_attn_scalar", "many"),
+        (GEMMA2, "rope_local_base_freq", 1e4),
+        (GEMMA3, "attn_logit_softcapping", 50.0),
+        (GEMMA3, "use_bidirectional_attention", True),
+    ],
+)
+def test_what_a_family_does_not_compute_is_refused_by_name(family: dict[str, Any], key: str, value: Any) -> None:
+    own = {"final_logit_softcapping": "final_soft_cap"}.get(key, key)
+    with pytest.raises(ValueError, match=f"`{own}`: expected"):
+        DecoderConfig.from_hf(LLAMA | family | {key: value})
+
+
+def test_an_option_of_another_family_is_refused_by_name() -> None:
+    for option in ({"attention_soft_cap": 5.0}, {"full_layers": (0,)}, {"local_rope_theta": 5.0}):
+        with pytest.raises(ValueError, match=f"`{next(iter(option))}`: expected none for the family 'mistral'"):
+            dataclasses.replace(CONFIGS["mistral"], **option)
+    with pytest.raises(ValueError, match="`full_layers`"):
+        dataclasses.replace(CONFIGS["qwen3"], full_layers=(0,))
+
+
+def test_a_model_cut_short_keeps_its_pattern() -> None:
+    cut = dataclasses.replace(PRESETS["gemma-3-1b"], num_layers=7)
+    assert cut.full_layers == (5,)
 
 
 def test_it_is_a_static_argument() -> None:

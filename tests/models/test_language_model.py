@@ -1,5 +1,7 @@
 """The decoder in the generation loop: identity of equal models, no retrace, shallow models, wrong choices."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,14 +58,18 @@ def test_a_shallow_model_is_the_first_layers(name: str) -> None:
     small, shared = models.shallow(config, params, 1)
     assert small.num_layers == 1
     assert shared["head"][...] is params["head"][...]
-    logits, _ = models.as_language_model(small).apply(shared, TOKENS, models.as_language_model(small).init_cache(2, 8))
-    decoder = models.merge(config, params)
-    decoder.layers = decoder.layers[:1]
-    hidden, _ = decoder.step(
-        TOKENS, models.as_language_model(small).init_cache(2, 8), attention=models.language_model.cached_attention
-    )
-    assert_close(logits, decoder.logits(hidden))
-    whole, _ = models.as_language_model(config).apply(params, TOKENS, models.as_language_model(config).init_cache(2, 8))
+    model, own = models.as_language_model(small), models.as_language_model(config)
+    cache = model.init_cache(2, 8)
+    logits, _ = jax.jit(model.apply)(shared, TOKENS, cache)
+
+    def first_layers(params: Any, tokens: jax.Array, cache: Any) -> jax.Array:
+        decoder = models.merge(config, params)
+        decoder.layers = decoder.layers[:1]
+        decoder.config = small
+        return decoder.logits(decoder.step(tokens, cache, attention=models.language_model.cached_attention)[0])
+
+    assert_close(logits, jax.jit(first_layers)(params, TOKENS, cache))
+    whole, _ = jax.jit(own.apply)(params, TOKENS, own.init_cache(2, 8))
     with pytest.raises(AssertionError):
         assert_close(logits, whole)
 
@@ -83,8 +89,9 @@ def test_a_number_of_layers_that_there_is_not(layers: int) -> None:
 
 
 def test_a_window_cache_needs_a_model_with_a_window() -> None:
-    with pytest.raises(ValueError, match="whole prefix"):
-        models.as_language_model(example("llama")[0], cache="window")
+    for name in ("llama", "gemma 2"):
+        with pytest.raises(ValueError, match="whole prefix"):
+            models.as_language_model(example(name)[0], cache="window")
     with pytest.raises(ValueError, match="'dense', 'window', 'paged'"):
         models.as_language_model(example("llama")[0], cache="ring")
 
