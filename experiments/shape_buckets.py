@@ -198,9 +198,9 @@ def measure(job: Job, policies: Sequence[Policy], pair: Pair, requests: Sequence
 
     check = checked(f"log-probabilities within {limit} of those of programs without padding", agree)
     job.claim(check.what, check.passed)
-    longest = max(requests, key=len)[: LONGEST - 1]
     for policy in policies[1:]:
-        policy.program.check_padding(pair.target_params, longest[: policy.buckets.bounds[-1] - 1])
+        almost_full = np.resize(requests[0], policy.buckets.bounds[-1] - 1)
+        policy.program.check_padding(pair.target_params, almost_full)
     job.say("NaN, infinities and extreme integers in the padding change no bit of a result.")
     calls = {p.name: (lambda p=p: p.serve(pair.target_params, requests)) for p in policies}
     return interleaved(calls, check=check, repeats=1 if job.smoke else 5, clock=HOST)
