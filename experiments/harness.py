@@ -25,7 +25,7 @@ import rich.table
 from experiments import registry
 from experiments.readme_tables import markdown_table
 from flashspec.checks import fail
-from flashspec.records import Environment, Record, command_line, environment, now, write_records
+from flashspec.records import Environment, PerformanceRecord, command_line, environment, now, write_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -115,9 +115,10 @@ class Job:
         figure.savefig(self.out / f"{name}.png", dpi=120)
         self._sections.append(f"![{title}]({name}.png)")
 
-    def record(self, name: str, **fields: Any) -> Record:
-        """Write a measurement to records.jsonl at once; `fields` are those of `flashspec.records.Record`."""
-        record = Record(name=name, environment=self.environment, command=self.command, date=self.date, **fields)
+    def record(self, name: str, **fields: Any) -> PerformanceRecord:
+        """Write a measurement to records.jsonl at once; `fields` are those of `flashspec.records.PerformanceRecord`."""
+        here: dict[str, Any] = {"environment": self.environment, "command": self.command, "date": self.date}
+        record = PerformanceRecord(name=name, **here, **fields)
         write_records(self.out / "records.jsonl", [record], append=True)
         return record
 

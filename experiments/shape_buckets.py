@@ -33,7 +33,7 @@ from flashspec.specialize import (
 
 QUESTION = "How many shapes are worth compiling for, and which?"
 NEEDS = "a CPU or a GPU, and the standard library's sources"
-TIME = "5 minutes on 2 CPU cores, 4 on an H200"
+TIME = "3 minutes on 2 CPU cores, 5 on an H200"
 
 LONGEST = 512  # positions that the bundled model was trained for
 TILE = 8  # optimal bounds are multiples of this

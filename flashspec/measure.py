@@ -89,12 +89,14 @@ class Timing:
         return _quartiles(self.seconds)
 
     def fields(self) -> dict[str, Any]:
-        """What goes into a `flashspec.records.Record` of this timing."""
+        """What goes into a `flashspec.records.PerformanceRecord` of this timing."""
         return {
             "clock": self.clock,
             "compile_s": self.compile_s,
             "first_call_s": self.first_call_s,
             "steady_s": self.steady_s,
+            "steady_low_s": self.spread_s[0],
+            "steady_high_s": self.spread_s[1],
             "repeats": len(self.seconds),
         }
 

@@ -11,9 +11,10 @@ import math
 import os
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import jaxlib
 from flashspec.checks import fail
 
 TTFT_METHODS = ("one-token program", "stream")
+TIMES = ("compile_s", "first_call_s", "steady_s", "ttft_s", "time_per_later_token_s", "queueing_s")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Environment:
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
+class PerformanceRecord:
     """One measurement. Times are in seconds, None where there is none.
 
     Attributes:
@@ -66,6 +68,7 @@ class Record:
       compile_s: tracing, lowering and compiling, ahead of time.
       first_call_s: the first call of the executable.
       steady_s: median of the later calls.
+      steady_low_s, steady_high_s: their quartiles.
       repeats: calls that the median is over.
       ttft_s: time to first token, prefill (the draft's too) included.
       ttft_method: one of `TTFT_METHODS`; required with `ttft_s`.
@@ -84,6 +87,8 @@ class Record:
     compile_s: float | None = None
     first_call_s: float | None = None
     steady_s: float | None = None
+    steady_low_s: float | None = None
+    steady_high_s: float | None = None
     repeats: int | None = None
     ttft_s: float | None = None
     ttft_method: str | None = None
@@ -155,7 +160,7 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def write_records(path: str | os.PathLike[str], records: Iterable[Record], *, append: bool = False) -> None:
+def write_records(path: str | os.PathLike[str], records: Iterable[PerformanceRecord], *, append: bool = False) -> None:
     """Write records as JSON lines.
 
     Args:
@@ -173,7 +178,7 @@ def write_records(path: str | os.PathLike[str], records: Iterable[Record], *, ap
         file.writelines(line + "\n" for line in lines)
 
 
-def read_records(path: str | os.PathLike[str]) -> list[Record]:
+def read_records(path: str | os.PathLike[str]) -> list[PerformanceRecord]:
     """Read records back.
 
     Raises:
@@ -183,9 +188,128 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
         return [_parse(line, f"{path}:{number}") for number, line in enumerate(file, start=1) if line.strip()]
 
 
-def _parse(line: str, where: str) -> Record:
+def _parse(line: str, where: str) -> PerformanceRecord:
     try:
         fields = json.loads(line)
-        return Record(**{**fields, "environment": Environment(**fields["environment"])})
+        return PerformanceRecord(**{**fields, "environment": Environment(**fields["environment"])})
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{where}: not a measurement record: {error!r}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One time of one call, before and after.
+
+    Attributes:
+      name, settings: of the records compared.
+      field: which time; different times are never added up.
+      ratio: median before over median after: above 1, it became faster.
+      spread: the least and the greatest ratio that quartiles (or several records of one call) allow; None where each
+        side has one number.
+      counts: records before and after.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    field: str
+    ratio: float
+    spread: tuple[float, float] | None
+    counts: tuple[int, int]
+
+    def __str__(self) -> str:
+        spread = "no spread" if self.spread is None else f"{self.spread[0]:.3g} to {self.spread[1]:.3g}"
+        return f"{self.name} {json.dumps(dict(self.settings))} {self.field}: {self.ratio:.4g} ({spread})"
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordComparison:
+    """What `compare` found; `print` shows it as lines.
+
+    Attributes:
+      comparisons: one for each name, settings and time that both files have.
+      left_out: what could not be compared, each with its reason.
+      differences: fields of the environments that differ, before and after; the ratios are of these too.
+    """
+
+    comparisons: tuple[Comparison, ...]
+    left_out: tuple[str, ...]
+    differences: Mapping[str, tuple[Any, Any]]
+
+    def __str__(self) -> str:
+        differing = (f"{name}: {old!r} before, {new!r} after" for name, (old, new) in self.differences.items())
+        return "\n".join([*differing, *map(str, self.comparisons), *(f"left out: {why}" for why in self.left_out)])
+
+
+def compare(before: str | os.PathLike[str], after: str | os.PathLike[str]) -> RecordComparison:
+    """Compare two record files, call by call and time by time.
+
+    Calls are matched by name and settings. As within one run, a ratio needs a passed check and one clock on both sides;
+    what lacks either is left out with the reason. Records of other machines or versions are compared, and it is said.
+
+    Args:
+      before: a file of records, such as an experiment's records.jsonl.
+      after: another.
+
+    Returns:
+      Ratios before over after, with their spread.
+
+    Raises:
+      ValueError: a line is no record, or a file has none.
+    """
+    files = [read_records(before), read_records(after)]
+    for path, records in zip((before, after), files, strict=True):
+        if not records:
+            raise fail("records", "at least one in each file", f"none in {path}")
+    sides = [_by_call(records) for records in files]
+    comparisons: list[Comparison] = []
+    left_out = []
+    for key in sorted(sides[0].keys() | sides[1].keys()):
+        old, new = (side.get(key, []) for side in sides)
+        why = _incomparable(old, new)
+        found = [] if why else list(_compare_call(old, new))
+        comparisons += found
+        if not found:
+            left_out.append(f"{' '.join(key)}: {why or 'no time above 0 that both have'}")
+    here, there = (dataclasses.asdict(records[0].environment) for records in files)
+    differences = {name: (here[name], there[name]) for name in here if here[name] != there[name]}
+    return RecordComparison(tuple(comparisons), tuple(left_out), differences)
+
+
+def _by_call(records: Iterable[PerformanceRecord]) -> dict[tuple[str, str], list[PerformanceRecord]]:
+    calls: dict[tuple[str, str], list[PerformanceRecord]] = {}
+    for record in records:
+        calls.setdefault((record.name, json.dumps(record.settings, sort_keys=True)), []).append(record)
+    return calls
+
+
+def _incomparable(old: Sequence[PerformanceRecord], new: Sequence[PerformanceRecord]) -> str | None:
+    """Why no ratio may be stated, or None."""
+    if not old or not new:
+        return f"only {'after' if new else 'before'}"
+    if not all(record.check for record in (*old, *new)):
+        return "no passed correctness check"
+    clocks = sorted({str(record.clock) for record in (*old, *new)})
+    return f"different clocks: {', '.join(clocks)}" if len(clocks) > 1 else None
+
+
+def _compare_call(old: Sequence[PerformanceRecord], new: Sequence[PerformanceRecord]) -> Iterator[Comparison]:
+    """One comparison for each time that both sides have."""
+    for name in TIMES:
+        slow, fast = (_values(records, name) for records in (old, new))
+        if not slow or not fast or min(fast) <= 0:
+            continue
+        ends = ("steady_low_s", name, "steady_high_s") if name == "steady_s" else (name,)
+        slows, fasts = (_values(records, *ends) for records in (old, new))
+        several = len(slows) > 1 or len(fasts) > 1
+        yield Comparison(
+            name=old[0].name,
+            settings=old[0].settings,
+            field=name,
+            ratio=statistics.median(slow) / statistics.median(fast),
+            spread=(min(slows) / max(fasts), max(slows) / min(fasts)) if several and min(fasts) > 0 else None,
+            counts=(len(old), len(new)),
+        )
+
+
+def _values(records: Sequence[PerformanceRecord], *names: str) -> list[float]:
+    return [value for record in records for name in names if (value := getattr(record, name)) is not None]

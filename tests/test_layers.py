@@ -38,6 +38,7 @@ FILES = {
     "flashspec.flax_attention": 6,
     "flashspec.generate": 7,
     "flashspec.measure": 7,
+    "flashspec.calibration": 7,
     "flashspec": 7,
 }
 OURS = {name.partition(".")[0] for name in FOLDERS}

@@ -60,6 +60,8 @@ def test_a_compiled_call_times_its_compilation_apart() -> None:
         "compile_s": call.compile_s,
         "first_call_s": timing.first_call_s,
         "steady_s": timing.steady_s,
+        "steady_low_s": timing.spread_s[0],
+        "steady_high_s": timing.spread_s[1],
         "repeats": 2,
     }
     assert call()[0, 0] == 8
