@@ -27,6 +27,11 @@ def test_a_notebook_runs_and_shows_what_it_kept(name: str) -> None:
     assert done.returncode == 0, f"python -m notebooks.build {name}\n{done.stdout}\n{done.stderr}"
 
 
+def test_every_section_of_the_chapter_has_one() -> None:
+    assert [name.split("_")[1] for name in build.NAMES] == [*"1234567", "exercises"]
+    assert sorted(path.stem for path in build.FOLDER.glob("*.ipynb")) == list(build.NAMES)
+
+
 def notebook(*cells: Any) -> build.Notebook:
     """A notebook of Markdown cells (text) and code cells (source, outputs, tags)."""
     made = nbformat.v4.new_notebook(metadata=build.METADATA)
