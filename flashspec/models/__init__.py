@@ -1,10 +1,11 @@
 """Flax decoder-only transformers: their shapes, their weights, and their place in the generation loop."""
 
-from flashspec.models.checkpoint import Checkpoint, load, save
+from flashspec.models.checkpoint import Checkpoint, load, place, save
 from flashspec.models.config import DecoderConfig
 from flashspec.models.decoder import Decoder, merge
 from flashspec.models.families import FAMILIES
 from flashspec.models.language_model import as_language_model, shallow
+from flashspec.models.partition import decoder_mesh
 from flashspec.models.presets import PRESETS
 from flashspec.models.rotary import RopeScaling
 from flashspec.models.tokenizer import Tokenizer
@@ -18,8 +19,10 @@ __all__ = [
     "RopeScaling",
     "Tokenizer",
     "as_language_model",
+    "decoder_mesh",
     "load",
     "merge",
+    "place",
     "save",
     "shallow",
 ]

@@ -14,13 +14,15 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from flashspec.checks import fail
 from flashspec.language_model import Params
 from flashspec.models import tensor_files
 from flashspec.models.config import DecoderConfig
 from flashspec.models.decoder import Decoder
-from flashspec.models.parameter_layout import EMBEDDINGS, HEAD, Layout, Slot, slots
+from flashspec.models.parameter_layout import EMBEDDINGS, HEAD, Layout, Slot, Spec, slots
+from flashspec.models.partition import check_mesh, parameter_spec, sharding
 from flashspec.models.tokenizer import Tokenizer
 
 type Stored = dict[str, tensor_files.StoredTensor]
@@ -40,25 +42,32 @@ class Checkpoint:
 
 
 def load(
-    directory: Path | str, dtype: Any = None, *, progress: Callable[[int, int], object] | None = None
+    directory: Path | str,
+    dtype: Any = None,
+    *,
+    mesh: Mesh | None = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> Checkpoint:
     """Read a checkpoint directory; nothing in it is executed.
 
     Args:
       directory: holds `config.json`, `model.safetensors` or shards with their index, and usually `tokenizer.json`.
       dtype: of the parameters; None keeps the one in which the embeddings are stored.
+      mesh: devices with the axes "data" and "model" (`decoder_mesh`) to split the parameters over; each device is given
+        its own part of every tensor.
       progress: called as progress(bytes read so far, bytes in all) after each parameter.
 
     Returns:
-      The checkpoint, its parameters on the default device.
+      The checkpoint, its parameters on the default device or split over the mesh.
 
     Raises:
       ValueError: a file is missing, malformed or cut short; the configuration is one that the decoder does not compute;
-        tensors are missing, unexpected or of the wrong shape (all listed); the tokenizer belongs to another model.
-        Each message names the file and the remedy.
+        tensors are missing, unexpected or of the wrong shape (all listed); the tokenizer belongs to another model;
+        the mesh does not divide the model. Each message names the file and the remedy.
     """
     directory = Path(directory)
     config, tokenizer, stored = _read_descriptions(directory)
+    mesh = None if mesh is None else check_mesh(config, mesh)
     if dtype is None:
         dtype = tensor_files.DTYPES[stored[EMBEDDINGS].code]
     needed = [stored[name] for slot in slots(config) for name in slot.shapes]
@@ -66,7 +75,8 @@ def load(
     params: dict[tuple[Any, ...], jax.Array] = {}
     before: jax.Array | None = None
     for slot in slots(config):
-        params[slot.path] = _place(slot, stored, np.dtype(dtype))
+        spec = None if mesh is None else parameter_spec(config, mesh, slot.path)
+        params[slot.path] = _load(slot, stored, np.dtype(dtype), mesh, spec)
         # At most two parameters are on their way: the next is read while the last is still being copied.
         jax.block_until_ready(before)
         before = params[slot.path]
@@ -95,17 +105,40 @@ def _read_descriptions(directory: Path) -> tuple[DecoderConfig, Tokenizer | None
     return config, tokenizer, stored
 
 
-def _place(slot: Slot, stored: Stored, dtype: np.dtype) -> jax.Array:
-    """One parameter on the device, from its tensors where they lie in the files."""
+def _load(slot: Slot, stored: Stored, dtype: np.dtype, mesh: Mesh | None, spec: Spec | None) -> jax.Array:
+    """One parameter on the device or the mesh, from its tensors where they lie in the files."""
     tensors = [stored[name].read() for name in slot.shapes]
     # What the device has no dtype for (float64 without jax_enable_x64) is converted here.
     held = [tensor.astype(jax.dtypes.canonicalize_dtype(tensor.dtype), copy=False) for tensor in tensors]
-    return _joiner(slot.layout, dtype)(jax.device_put(held))
+    if mesh is None or spec is None:
+        return _joiner(slot.layout, dtype, None)(jax.device_put(held))
+    parts = jax.device_put(held, sharding(mesh, slot.layout.stored_spec(spec)))
+    return _joiner(slot.layout, dtype, sharding(mesh, spec))(parts)
 
 
 @functools.cache
-def _joiner(layout: Layout, dtype: np.dtype) -> Callable[[Sequence[jax.Array]], jax.Array]:
-    return jax.jit(lambda tensors: layout.join(tensors).astype(dtype))
+def _joiner(layout: Layout, dtype: np.dtype, out: NamedSharding | None) -> Callable[[Sequence[jax.Array]], jax.Array]:
+    return jax.jit(lambda tensors: layout.join(tensors).astype(dtype), out_shardings=out)
+
+
+def place(config: DecoderConfig, params: Params, mesh: Mesh) -> Params:
+    """Parameters split over a mesh, as `load(mesh=)` gives them.
+
+    Args:
+      config: the decoder's shape.
+      params: its parameters.
+      mesh: devices with the axes "data" and "model" (`decoder_mesh`).
+
+    Raises:
+      ValueError: the parameters are not those of `config`, or the mesh does not divide the model.
+    """
+    _check_params(config, params)
+    mesh = check_mesh(config, mesh)
+    flat = nnx.to_flat_state(params)
+    placed = {
+        path: jax.device_put(leaf[...], sharding(mesh, parameter_spec(config, mesh, path))) for path, leaf in flat
+    }
+    return with_values(config, placed)
 
 
 def _check_tensors(directory: Path, config: DecoderConfig, stored: Stored) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from flashspec.attention.decode import cached_attention
 from flashspec.cache import Cache, dense_cache, paged_cache, window_cache
@@ -15,6 +16,7 @@ from flashspec.checks import at_least, fail, one_of
 from flashspec.language_model import LanguageModel, Params
 from flashspec.models.config import DecoderConfig
 from flashspec.models.decoder import merge
+from flashspec.models.partition import DATA, check_mesh, split_attention, split_cache, whole_logits
 
 CACHES = ("dense", "window", "paged")
 PREFILL_CHUNK = 512
@@ -31,6 +33,7 @@ class _Functions:
     page_size: int
     attention: Callable[..., jax.Array]
     precision: str | None
+    mesh: Mesh | None
 
     @property
     def left(self) -> int:
@@ -45,7 +48,8 @@ class _Functions:
     def apply(self, params: Params, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         decoder = merge(self.config, params, self.precision)
         hidden, cache = decoder.step(tokens, cache, attention=self.attention)
-        return decoder.logits(hidden), cache
+        logits = decoder.logits(hidden)
+        return logits if self.mesh is None else whole_logits(logits, self.mesh), cache
 
     def prefill(self, params: Params, tokens: jax.Array, num_valid: jax.Array, cache: Cache) -> Cache:
         decoder = merge(self.config, params, self.precision)
@@ -57,6 +61,13 @@ class _Functions:
         return cache
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
+        if self.mesh is None:
+            return self._new_cache(batch, capacity)
+        if batch % self.mesh.shape[DATA]:
+            raise fail("batch", f"rows that the mesh's axis {DATA!r} of {self.mesh.shape[DATA]} devices divides", batch)
+        return split_cache(self._new_cache(batch, capacity), self.mesh)
+
+    def _new_cache(self, batch: int, capacity: int) -> Cache:
         sizes = {"K": self.config.num_kv_heads, "H": self.config.head_dim, "dtype": self.dtype}
         layers = self.config.num_layers
         if self.cache == "window":
@@ -77,6 +88,7 @@ def as_language_model(
     page_size: int = 64,
     attention: Callable[..., jax.Array] = cached_attention,
     precision: str | None = None,
+    mesh: Mesh | None = None,
 ) -> LanguageModel:
     """A decoder as generation sees it; its parameters are those of `load`, or `nnx.state(decoder, nnx.Param)`.
 
@@ -91,6 +103,8 @@ def as_language_model(
       page_size: positions in a page of a paged cache; each row gets pages for its whole capacity.
       attention: called as `Decoder.step` says; `cached_attention` has its arguments.
       precision: of matrix products; None is "highest" for float32 and float64.
+      mesh: devices with the axes "data" and "model" (`decoder_mesh`) over which rows and heads are split; pass
+        parameters that lie on it (`load(mesh=)` or `place`).
 
     Returns:
       A `LanguageModel` with logits [B,T,V] in float32 or better. Its prefill skips the head, and goes in chunks where a
@@ -98,14 +112,17 @@ def as_language_model(
 
     Raises:
       ValueError: an unknown cache, or a window cache for a model in which some layer attends to its whole prefix, which
-        would change its results.
+        would change its results; a mesh that does not divide the model.
     """
     one_of("cache", cache, CACHES)
     if cache == "window" and config.window is None:
         raise fail("cache", "'dense' or 'paged' for a model with layers that attend to the whole prefix", repr(cache))
     at_least("draft_length", draft_length, 0)
     at_least("page_size", page_size, 1)
-    own = _Functions(config, jnp.dtype(dtype), cache, draft_length, page_size, attention, precision)
+    if mesh is not None:
+        mesh = check_mesh(config, mesh)
+        attention = split_attention(attention, mesh)
+    own = _Functions(config, jnp.dtype(dtype), cache, draft_length, page_size, attention, precision, mesh)
     return LanguageModel(own.apply, own.init_cache, config.vocab_size, own.prefill)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from flashspec.models.config import DecoderConfig
 
-type Path = tuple[str | int, ...]
+type Path = tuple[Any, ...]  # names of attributes and numbers of layers
 type Spec = tuple[Any, ...]  # for each axis the mesh axis that it is split over, or None
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"

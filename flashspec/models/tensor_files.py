@@ -19,6 +19,7 @@ import numpy as np
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
+AGAIN = "fetch the checkpoint again"
 DTYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 
@@ -51,8 +52,10 @@ def locate(directory: Path) -> dict[str, StoredTensor]:
     if (directory / INDEX).is_file():
         return _locate_shards(directory)
     if not (directory / SINGLE).is_file():
-        found = ", ".join(sorted(path.name for path in directory.iterdir())) or "no files"
-        raise ValueError(f"{directory}: expected {SINGLE} or {INDEX}, found {found}")
+        found = sorted(path.name for path in directory.iterdir())
+        pickled = any(name.endswith((".bin", ".pt", ".pth")) for name in found)
+        remedy = "; pickled weights may run code and are not read: convert them to safetensors" if pickled else ""
+        raise ValueError(f"{directory}: expected {SINGLE} or {INDEX}, found {', '.join(found) or 'no files'}{remedy}")
     return read_header(directory / SINGLE)
 
 
@@ -67,11 +70,11 @@ def _locate_shards(directory: Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{index}: expected files in the same folder, got {', '.join(outside)}")
     missing = [name for name in shards if not (directory / name).is_file()]
     if missing:
-        raise ValueError(f"{directory}: missing shards {', '.join(missing)} (named in {INDEX})")
+        raise ValueError(f"{directory}: missing shards {', '.join(missing)} (named in {INDEX}): {AGAIN}")
     headers = {name: read_header(directory / name) for name in shards}
     absent = [f"{tensor} ({file})" for tensor, file in places.items() if tensor not in headers[file]]
     if absent:
-        raise ValueError(f"{directory}: shards lack tensors that {INDEX} places in them: {', '.join(absent)}")
+        raise ValueError(f"{directory}: shards lack tensors that {INDEX} places in them: {', '.join(absent)}; {AGAIN}")
     return {tensor: headers[file][tensor] for tensor, file in places.items()}
 
 
@@ -94,31 +97,37 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors that a safetensors file declares, checked against the bytes that it has.
 
     Raises:
-      ValueError: the header is malformed, or tensors are cut short; names the file, the tensors and their shapes.
+      ValueError: the header is malformed, a dtype is none of `DTYPES`, or tensors are cut short; names the file, the
+        tensors and the remedy.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        if start == b"version ":
+            raise ValueError(f"{path}: a Git LFS pointer in place of the file: run `git lfs pull` in its folder")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise ValueError(f"{path}: cut short or no safetensors file: {size} bytes cannot hold the header")
+            raise ValueError(f"{path}: cut short or no safetensors file: {size} bytes cannot hold the header; {AGAIN}")
         try:
             entries = json.loads(file.read(length))
-            tensors = {
-                name: _entry(path, entry, 8 + length) for name, entry in entries.items() if name != "__metadata__"
-            }
+            entries.pop("__metadata__", None)
+            strange = [f"{name} in {entry['dtype']}" for name, entry in entries.items() if entry["dtype"] not in DTYPES]
+            tensors = {name: _entry(path, entry, 8 + length) for name, entry in entries.items() if not strange}
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: malformed safetensors header: {error}") from error
+            raise ValueError(f"{path}: malformed safetensors header: {error}; {AGAIN}") from error
+    if strange:
+        remedy = "quantised weights are not computed: use the checkpoint that they were made from"
+        raise ValueError(f"{path}: expected dtypes {', '.join(DTYPES)}, got {', '.join(strange[:8])}; {remedy}")
     short = [f"{name} {list(tensor.shape)}" for name, tensor in tensors.items() if tensor.stop > size]
     if short:
         need = max(tensor.stop for tensor in tensors.values())
-        raise ValueError(f"{path}: cut short ({size} of {need} bytes); incomplete tensors: {', '.join(short)}")
+        cut = f"cut short ({size} of {need} bytes); incomplete tensors: {', '.join(short)}"
+        raise ValueError(f"{path}: {cut}; {AGAIN}")
     return tensors
 
 
 def _entry(path: Path, entry: Mapping[str, Any], origin: int) -> StoredTensor:
     code, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    if code not in DTYPES:
-        raise ValueError(f"expected a dtype of {', '.join(DTYPES)}, got {code}")
     if not all(isinstance(size, int) and size >= 0 for size in (*shape, start, stop)):
         raise ValueError(f"expected non-negative integers, got shape {list(shape)} at [{start}, {stop})")
     if stop - start != math.prod(shape) * np.dtype(DTYPES[code]).itemsize:

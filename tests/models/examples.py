@@ -41,15 +41,20 @@ CONFIGS = {
 
 @functools.cache
 def example(name: str) -> tuple[models.DecoderConfig, nnx.State]:
-    """A configuration of `CONFIGS` with random parameters, large enough that every part matters."""
-    config, rng = CONFIGS[name], np.random.default_rng(7)
+    """A configuration of `CONFIGS` with random parameters."""
+    return CONFIGS[name], random_params(CONFIGS[name])
+
+
+def random_params(config: models.DecoderConfig) -> nnx.State:
+    """Parameters large enough that every part matters."""
+    rng = np.random.default_rng(7)
     abstract = nnx.state(nnx.eval_shape(lambda: models.Decoder(config, rngs=nnx.Rngs(0))), nnx.Param)
 
     def values(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         noise = rng.normal(size=leaf.shape)
         return jnp.asarray(noise * 0.5 if len(leaf.shape) > 1 else 1 + 0.3 * noise, leaf.dtype)
 
-    return config, jax.tree.map(values, abstract)
+    return jax.tree.map(values, abstract)
 
 
 @functools.cache

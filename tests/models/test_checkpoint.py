@@ -88,7 +88,9 @@ def test_tokenizer_travels_along(tmp_path: Path) -> None:
 def test_another_model_s_tokenizer_is_refused(tmp_path: Path) -> None:
     config, params = example("llama")
     models.save(tmp_path, config, params, tiny_tokenizer(38))
-    with pytest.raises(ValueError, match="`tokenizer`: expected ids that match the model's vocabulary of 37, got 38"):
+    with pytest.raises(
+        ValueError, match=r"expected ids .* vocabulary of 37, got 38 ids in .*tokenizer\.json \(use the"
+    ):
         models.load(tmp_path)
 
 
@@ -105,6 +107,47 @@ def edit(directory: Path, changes: dict[str, np.ndarray | None]) -> None:
     path = directory / tensor_files.SINGLE
     tensors = safetensors.numpy.load_file(path) | changes
     safetensors.numpy.save_file({name: array for name, array in tensors.items() if array is not None}, path)
+
+
+def test_numbers_off_their_boundaries(tmp_path: Path) -> None:
+    """Another writer's header may have any length."""
+    config, params = example("llama")
+    models.save(tmp_path, config, params, dtype=jnp.bfloat16)
+    path = tmp_path / tensor_files.SINGLE
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    path.write_bytes((length + 1).to_bytes(8, "little") + whole[8 : 8 + length] + b" " + whole[8 + length :])
+    assert_same(models.load(tmp_path).params, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params))
+
+
+def test_parameters_do_not_follow_their_file(tmp_path: Path) -> None:
+    config, params = example("qwen2")
+    models.save(tmp_path, config, params)
+    loaded = models.load(tmp_path).params
+    path = tmp_path / tensor_files.SINGLE
+    with path.open("r+b") as file:
+        file.write(b"\0" * path.stat().st_size)
+    assert_same(loaded, params)
+
+
+def test_progress_ends_at_all_bytes(tmp_path: Path) -> None:
+    config, params = example("qwen3")
+    models.save(tmp_path, config, params)
+    seen: list[tuple[int, int]] = []
+    models.load(tmp_path, progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (4 * config.num_parameters, 4 * config.num_parameters)
+    assert seen == sorted(seen)
+
+
+def test_transformers_own_files_are_written_again(tmp_path: Path) -> None:
+    """What `save` writes has the tensors that Hugging Face's library wrote, name by name and bit by bit."""
+    for folder in sorted(path.parent for path in (Path(__file__).parents[1] / "golden").glob("*/config.json")):
+        checkpoint = models.load(folder)
+        models.save(tmp_path, checkpoint.config, checkpoint.params)
+        ours, theirs = (safetensors.numpy.load_file(place / tensor_files.SINGLE) for place in (tmp_path, folder))
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            np.testing.assert_array_equal(tensor.view(np.uint16), theirs[name].view(np.uint16), err_msg=name)
 
 
 def test_every_wrong_tensor_is_listed_at_once(tmp_path: Path) -> None:
@@ -173,6 +216,33 @@ def unknown_dtype(directory: Path) -> None:
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"1234")
 
 
+def a_pointer(directory: Path) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (directory / tensor_files.SINGLE).write_text(text)
+
+
+def pickled(directory: Path) -> None:
+    (directory / tensor_files.SINGLE).rename(directory / "pytorch_model.bin")
+
+
+def configure(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def another_activation(directory: Path) -> None:
+    configure(directory, hidden_act="relu")
+
+
+def not_tied(directory: Path) -> None:
+    edit(directory, {"lm_head.weight": None})
+
+
+def tied_by_the_head(directory: Path) -> None:
+    configure(directory, tie_word_embeddings=True)
+    edit(directory, {"model.embed_tokens.weight": None})
+
+
 def no_weights(directory: Path) -> None:
     (directory / tensor_files.SINGLE).unlink()
 
@@ -200,7 +270,12 @@ def bad_tokenizer(directory: Path) -> None:
         (endless_header, "cut short or no safetensors file: 10 bytes"),
         (nested_header, "malformed safetensors header"),
         (nested_config, "config.json: expected a JSON object"),
-        (unknown_dtype, "expected a dtype of F64, F32, F16, BF16, got I8"),
+        (unknown_dtype, "expected dtypes F64, F32, F16, BF16, got x in I8; quantised weights are not computed"),
+        (a_pointer, "a Git LFS pointer in place of the file: run `git lfs pull`"),
+        (pickled, "pickled weights may run code and are not read: convert them to safetensors"),
+        (another_activation, r"config.json: `hidden_act`: expected 'silu'"),
+        (not_tied, r"Without lm_head.weight the head is the embeddings: set tie_word_embeddings to true"),
+        (tied_by_the_head, r"Tied embeddings are stored as model.embed_tokens.weight: rename lm_head.weight"),
         (no_weights, "expected model.safetensors or model.safetensors.index.json, found config.json"),
         (no_config, "config.json: expected a JSON object"),
         (config_is_a_list, "config.json: expected a JSON object, got list"),
@@ -221,7 +296,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     models.save(tmp_path, config, params, max_shard_bytes=3000)
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     shard.unlink()
-    with pytest.raises(ValueError, match=f"missing shards {shard.name}"):
+    with pytest.raises(ValueError, match=rf"missing shards {shard.name} .*: fetch the checkpoint again"):
         models.load(tmp_path)
 
 
