@@ -1,13 +1,12 @@
 """`python -m experiments`: lists the experiments, runs one by name, or runs all of them."""
 
-import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
 
 import rich.console
 import rich.table
 
+from experiments import all as everything
 from experiments import registry
 
 USAGE = "python -m experiments [NAME | all] [--smoke] [--out DIR] [--seed N] [...]; NAME --help lists its options"
@@ -21,22 +20,6 @@ def list_experiments() -> None:
     rich.console.Console().print(table)
 
 
-def run_all(argv: Sequence[str]) -> int:
-    """Run every experiment with the shared options, each in a process of its own; 1 when one of them failed."""
-    parser = argparse.ArgumentParser(prog="python -m experiments all", allow_abbrev=False)
-    registry.add_shared_options(parser)
-    args = parser.parse_args(argv)
-    shared = [*(["--smoke"] if args.smoke else []), "--seed", str(args.seed)]
-    codes = {}
-    for name in registry.discover():
-        print(f"== {name}", flush=True)
-        out = ["--out", str(args.out / name)] if args.out else []
-        codes[name] = subprocess.run([sys.executable, "-m", "experiments", name, *shared, *out], check=False).returncode
-    failed = [f"{name} (exit code {code})" for name, code in codes.items() if code]
-    print(f"{len(codes) - len(failed)} of {len(codes)} experiments succeeded", *failed, sep="; ")
-    return 1 if failed else 0
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the command line; returns the exit code."""
     if not argv or argv[0] in ("-h", "--help", "list"):
@@ -44,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     name, *options = argv
     if name == "all":
-        return run_all(options)
+        return everything.run_all(options)
     try:
         registry.find(name)
     except registry.UnknownExperiment as error:
