@@ -16,7 +16,7 @@ from flashspec.costs.speedup import (
     estimate_round,
     speculative_speedup,
 )
-from flashspec.costs.window import window_error_bound
+from flashspec.costs.window import dropped_mass, window_error_bound
 
 __all__ = [
     "Rates",
@@ -26,6 +26,7 @@ __all__ = [
     "amdahl_speedup",
     "best_draft_length",
     "break_even_calls",
+    "dropped_mass",
     "estimate_round",
     "expected_acceptance",
     "expected_tokens",
