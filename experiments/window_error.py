@@ -201,9 +201,10 @@ def judge_tokens(job: Job, pair: Pair, tokens: np.ndarray, full: np.ndarray, fac
         f"{least:.3g} M, and another stays where it is {most:.3g} M",
         least < most,
     )
+    count = sum(sizes(rows)[0] for rows in facts.values())
     job.reaches(
         "sliding windows",
-        f"eq. 33.16 bounds the error of all {sum(sizes(rows)[0] for rows in facts.values())} rows of the bundled model; "
+        f"eq. 33.16 bounds the error of all {count} rows of the bundled model; "
         f"no token: one changes at a worst bound of {least:.3g} M, another stays at {most:.3g} M",
     )
 
