@@ -83,15 +83,23 @@ class Mask:
         _, _, T, S = self.shape
         return self.tile(0, T, 0, S)
 
+    def positions(self) -> tuple[jax.Array, jax.Array]:
+        """Logical positions of the queries [B or 1, T] and of the keys [B or 1, S], of one signed dtype."""
+        _, _, T, S = self.shape
+        return self._positions_of(_indices(0, T), _indices(0, S))
+
+    def _positions_of(self, q_index: jax.Array, k_index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q, k = _positions_at(self.q_positions, q_index), _positions_at(self.kv_positions, k_index)
+        dtype = max(q.dtype, k.dtype, key=lambda dtype: dtype.itemsize)
+        return q.astype(dtype), k.astype(dtype)
+
     def _positional(self, q_index: jax.Array, k_index: jax.Array) -> jax.Array | None:
         if not self.is_positional:
             return None
-        q, k = _positions_at(self.q_positions, q_index), _positions_at(self.kv_positions, k_index)
-        dtype = max(q.dtype, k.dtype, key=lambda dtype: dtype.itemsize)
-        q, k = q.astype(dtype), k.astype(dtype)
+        q, k = self._positions_of(q_index, k_index)
         visible = jnp.ones((1, 1, 1, 1), bool)
         if self.tree_mask is not None:
-            first = _positions_at(self.q_positions, jnp.zeros(1, jnp.int32)).astype(dtype)
+            first = _positions_at(self.q_positions, jnp.zeros(1, jnp.int32)).astype(q.dtype)
             ancestors = _take(self.tree_mask, q_index, axis=1)[:, None]
             visible = _descends(ancestors, k[:, None, None, :], first[:, None, None, :])
             q, k = (_by_depth(self.tree_mask, positions, first) for positions in (q, k))

@@ -35,6 +35,7 @@ from flashspec.attention.request import AttentionOperands, AttentionRequest
 from flashspec.attention.tiles import Call, Structure, Tensors, Tile
 from flashspec.masks import Mask
 from flashspec.online_softmax import SoftmaxStats, empty_stats, finalize, merge, stats_dtype
+from pallas_kernels.launch import varying_alike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ def blockwise_stats(request: AttentionRequest, operands: AttentionOperands, bloc
     sizes = min(blocks.query, T), min(blocks.key, S)
     starts = _starts(operands.mask, sizes)
     call = Call(request.scale, request.logits_soft_cap, sizes, starts, _hides_by_data(operands.mask))
-    return _stats(call, *_varying_alike((tensors, Structure(operands.mask, operands.dropout))))
+    return _stats(call, *varying_alike((tensors, Structure(operands.mask, operands.dropout))))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -141,7 +142,7 @@ def _sweep[Carry](
             part = fold(part, tile)
         return jax.tree.map(lambda x, new, span: tiles.write(x, new, tile.start, span), carry, part, spans), None
 
-    initial = _varying_alike((initial, tensors, structure))[0]
+    initial = varying_alike((initial, tensors, structure))[0]
     starts = jnp.asarray(np.array(call.starts, np.int32).reshape(-1, 2))
     if len(call.starts) == 1:
         return visit(initial, starts[0])[0]
@@ -171,17 +172,3 @@ def _hides_by_data(mask: Mask) -> bool:
 def _default_positions(mask: Mask) -> bool:
     """Whether queries and keys both sit at 0, 1, ..., which a mask records as the absence of positions."""
     return mask.q_positions is None and mask.kv_positions is None
-
-
-def _varying_alike[Tree](tree: Tree) -> Tree:
-    """Mark every array as varying over the mesh axes, inside `jax.shard_map`, over which any of them varies.
-
-    A scan wants one type for its carry throughout; the transpose of the mark is the sum over those axes.
-    """
-    axes = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree)))
-
-    def mark(x: Array) -> Array:
-        missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(mark, tree)

@@ -40,10 +40,13 @@ class Dropout:
 
     def tile(self, batch: int, heads: int, q_start: ArrayLike, q_size: int, k_start: ArrayLike, k_size: int) -> Array:
         """Which probabilities of a tile are kept: bool [B|1, N|1, q_size|1, k_size|1], size 1 on shared axes."""
-        spans = ((0, batch), (0, heads), (q_start, q_size), (k_start, k_size))
-        indices = [self._indices(axis, start, size) for axis, (start, size) in enumerate(spans)]
-        of_head = counter_based.head_words((self.words[0], self.words[1]), indices[0], indices[1])
-        return counter_based.keep_mask(of_head, indices[2], indices[3], self.rate)
+        query, key = (self._indices(axis, *span) for axis, span in ((2, (q_start, q_size)), (3, (k_start, k_size))))
+        return counter_based.keep_mask(self.head_words(batch, heads), query, key, self.rate)
+
+    def head_words(self, batch: int, heads: int) -> counter_based.Words:
+        """The key of each head of each row, two uint32 words [B|1, N|1, 1, 1]."""
+        rows, columns = (self._indices(axis, 0, size) for axis, size in enumerate((batch, heads)))
+        return counter_based.head_words((self.words[0], self.words[1]), rows, columns)
 
     def _indices(self, axis: int, start: ArrayLike, size: int) -> Array:
         """Indices along one axis, alone on that axis of a rank-4 array; a shared axis has index 0 on every shard."""
