@@ -14,7 +14,7 @@ from jax.extend import backend as jax_backend
 from jax.sharding import PartitionSpec
 
 from flashspec import checks
-from flashspec.attention import blockwise, cudnn, reference
+from flashspec.attention import blockwise, cudnn, reference, tpu
 from flashspec.attention.request import AttentionOperands, AttentionRequest
 from flashspec.checks import fail
 from flashspec.online_softmax import SoftmaxStats
@@ -56,6 +56,18 @@ def _cudnn(request: AttentionRequest) -> tuple[str, ...]:
     return cudnn.refusals(request) + _partitioned(request)
 
 
+def _tpu(request: AttentionRequest) -> tuple[str, ...]:
+    return tpu.refusals(request) + _partitioned(request)
+
+
+def _tpu_kernels() -> tpu.Kernels:
+    """Imported when first used, so that `import flashspec` stays quick."""
+    from pallas_kernels.tpu.attention_backward import attention_backward
+    from pallas_kernels.tpu.attention_forward import attention_forward
+
+    return tpu.Kernels(attention_forward, attention_backward)
+
+
 def _absent(kernel: str) -> Callable[[AttentionRequest], tuple[str, ...]]:
     return lambda request: (f"this version has no {kernel} attention kernel built in",)
 
@@ -70,7 +82,14 @@ BACKENDS: Mapping[str, Backend] = {
     for backend in (
         Backend("hopper", _absent("Hopper")),
         Backend("ampere", _absent("Ampere")),
-        Backend("tpu", _absent("TPU")),
+        Backend(
+            "tpu",
+            _tpu,
+            lambda request, operands: tpu.tpu_attention(_tpu_kernels(), request, operands),
+            lambda request, operands: tpu.tpu_stats(_tpu_kernels(), request, operands),
+            config=tpu.launch_config,
+            row_major=True,
+        ),
         Backend("cudnn", _cudnn, cudnn.cudnn_attention, row_major=True),
         Backend("blockwise", _partitioned, blockwise.blockwise_attention, blockwise.blockwise_stats, config=_blocks),
         Backend("reference", _partitioned, reference.reference_attention, reference.reference_stats),

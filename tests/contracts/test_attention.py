@@ -26,16 +26,20 @@ from tests.contracts.attention_oracle import (
     run,
     small_tiles,
 )
+from tests.contracts.interpreted_tpu import interpreted_tpu
 
 PAIRS = list(pairwise(LEVELS))
-# "tiles" is "blockwise" with tiles smaller than these arrays, which are otherwise a single one.
-every_implementation = pytest.mark.parametrize("implementation", ["reference", "tiles"])
-and_default_tiles = pytest.mark.parametrize("implementation", ["reference", "tiles", "blockwise"])
+# "tiles" is "blockwise" with tiles smaller than these arrays, which are otherwise a single one; "tpu" is interpreted.
+every_implementation = pytest.mark.parametrize("implementation", ["reference", "tiles", "tpu"])
+and_default_tiles = pytest.mark.parametrize("implementation", ["reference", "tiles", "blockwise", "tpu"])
+in_float64 = pytest.mark.parametrize("implementation", ["reference", "tiles"])
+# Interpretation is slow: a part of the pairs unless `-m slow` asks for all of them.
+BY_DEFAULT = 4
 
 
 @pytest.fixture(scope="module", autouse=True)
 def tiles() -> Iterator[None]:
-    with small_tiles():
+    with small_tiles(), interpreted_tpu():
         yield
 
 
@@ -46,8 +50,14 @@ def describe(choice: dict[str, Any]) -> str:
 # Options.
 
 
-@every_implementation
-@pytest.mark.parametrize("choice", PAIRS, ids=describe)
+def pairs_of_options() -> Iterator[Any]:
+    for i, choice in enumerate(PAIRS):
+        for implementation in ("reference", "tiles", "tpu"):
+            slow = [pytest.mark.slow] if implementation == "tpu" and i % BY_DEFAULT else []
+            yield pytest.param(choice, implementation, id=f"{describe(choice)}-{implementation}", marks=slow)
+
+
+@pytest.mark.parametrize(("choice", "implementation"), list(pairs_of_options()))
 def test_pairs_of_options(choice: dict[str, Any], implementation: str) -> None:
     case = random_case(PAIRS.index(choice), **choice)
     assert_close(run(case, implementation), oracle(case))
@@ -104,7 +114,7 @@ def test_every_option_at_once(implementation: str) -> None:
     assert_close(run(everything(), implementation), oracle(everything()))
 
 
-@every_implementation
+@in_float64
 def test_float64(implementation: str, x64: None) -> None:
     case = everything(dtype=np.float64)
     got = run(case, implementation)
@@ -166,6 +176,8 @@ def low_precision_case(dtype: Any) -> Case:
 @and_default_tiles
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
 def test_low_precision(implementation: str, dtype: Any) -> None:
+    if implementation == "tpu" and dtype == np.float16:
+        pytest.skip("the TPU kernels refuse float16")
     case = low_precision_case(dtype)
     got = run(case, implementation)
     assert (got.output.dtype, got.lse.dtype) == (dtype, np.float32)
