@@ -124,7 +124,7 @@ for line, (before, info) in enumerate(trace):
     boxes = [(L + i, texts[i], "C0" if i < accepted else "lightgray") for i in range(D)]
     axes.barh(line, L - start, left=start, height=0.2, color="black", alpha=0.15)
     for at, text, colour in boxes:
-        axes.barh(line, 0.94, left=at, height=0.8, color=colour, alpha=0.7, hatch="xx" if colour == "lightgray" else "")
+        axes.barh(line, 0.94, left=at, height=0.8, color=colour, alpha=0.7)
         axes.text(at + 0.47, line - 0.15, repr(text)[1:-1], ha="center", va="center", fontsize=6)
     axes.barh(line + 0.2, 0.94, left=L + accepted, height=0.4, color="C1")
     axes.text(L + accepted + 0.47, line + 0.2, repr(last)[1:-1], ha="center", va="center", fontsize=6)
@@ -229,7 +229,7 @@ assert np.array_equal(wrong_law, [3 / 8, 1 / 8, 1 / 4, 1 / 4])
 # %%
 V, END = 4, 3
 rng = np.random.default_rng(0)
-bigram_law, draft_law = rng.dirichlet(np.ones(V), size=V), rng.dirichlet(np.ones(V), size=V)
+bigram_law, draft_law = rng.dirichlet(np.full(V, 2), size=V), rng.dirichlet(np.full(V, 2), size=V)
 
 
 def no_cache(batch, capacity):
