@@ -20,6 +20,7 @@ from flashspec.attention import (
     plan_attention,
 )
 from flashspec.cache import append, cache_bytes, dense_cache, paged_cache, rollback, view, window_cache
+from flashspec.fusion import EpiloguePlan, matmul_epilogue, plan_matmul_epilogue
 from flashspec.generate import BucketedGenerate, Generation, generate, generate_stream
 from flashspec.language_model import LanguageModel
 from flashspec.sampling import SamplingParams, probabilities
@@ -52,6 +53,7 @@ __all__ = [
     "AttentionPlan",
     "BucketedGenerate",
     "Contiguous",
+    "EpiloguePlan",
     "Generation",
     "LanguageModel",
     "ModelDrafter",
@@ -76,6 +78,7 @@ __all__ = [
     "generate",
     "generate_stream",
     "init_state",
+    "matmul_epilogue",
     "merge",
     "merge_across",
     "merge_axis",
@@ -83,6 +86,7 @@ __all__ = [
     "output_law",
     "paged_cache",
     "plan_attention",
+    "plan_matmul_epilogue",
     "probabilities",
     "residual_distribution",
     "rollback",

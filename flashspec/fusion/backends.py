@@ -1,0 +1,115 @@
+"""The implementations of a matmul with its tail, what each refuses, and the choice among them.
+
+This is the only file of the package that imports kernel bodies.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from flashspec.fusion.reference import reference_epilogue
+from flashspec.fusion.request import EpilogueOperands, EpilogueRequest
+from flashspec.fusion.xla import xla_epilogue
+from flashspec.selection import Implementation, first_that_can, named, run_where_lowered
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One implementation.
+
+    Args:
+      name: what callers select it by.
+      supports: reasons why it cannot run a request, forward and backward; pure, and empty when it can.
+      compute: the call itself, differentiable; None where nothing is built in.
+      backward: the name of what runs in the backward.
+      config: launch settings for a request, for the plan.
+    """
+
+    name: str
+    supports: Callable[[EpilogueRequest], tuple[str, ...]]
+    compute: Callable[[EpilogueRequest, EpilogueOperands], jax.Array] | None = None
+    backward: str = "xla"
+    config: Callable[[EpilogueRequest], Mapping[str, int]] = lambda request: {}
+
+
+def _absent(kernel: str) -> Callable[[EpilogueRequest], tuple[str, ...]]:
+    return lambda request: (f"this version has no {kernel} kernel for a matmul with its tail built in",)
+
+
+def _anything(request: EpilogueRequest) -> tuple[str, ...]:
+    return ()
+
+
+BACKENDS: Mapping[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend("hopper", _absent("Hopper")),
+        Backend("tpu", _absent("TPU")),
+        Backend("xla", _anything, xla_epilogue),
+        Backend("reference", _anything, reference_epilogue, backward="reference"),
+    )
+}
+
+
+def candidates(request: EpilogueRequest, implementation: Implementation) -> tuple[str, ...]:
+    """Names to try in order: those that the caller gave, or a kernel of the request's platform, then XLA."""
+    if implementation is not None:
+        return named(implementation, tuple(BACKENDS))
+    kernels = {"cuda": ("hopper",), "tpu": ("tpu",)}.get(request.platform, ())
+    return (*kernels, "xla")
+
+
+def select(request: EpilogueRequest, implementation: Implementation) -> Backend:
+    """The first candidate that supports the request.
+
+    Raises:
+      ValueError: an implementation that does not exist.
+      NotImplementedError: none supports the request; the message has every reason of every candidate.
+    """
+    return BACKENDS[first_that_can(candidates(request, implementation), lambda name: BACKENDS[name].supports(request))]
+
+
+def run(request: EpilogueRequest, operands: EpilogueOperands, implementation: Implementation) -> jax.Array:
+    """Run a call on the implementation selected for the platform that it will be lowered for."""
+
+    def select_for(platform: str) -> str:
+        return select(dataclasses.replace(request, platform=platform), implementation).name
+
+    return run_where_lowered(operands, request.platform, select_for, functools.partial(_execute, request))
+
+
+def scope(name: str) -> str:
+    """The named scope of an implementation: what marks its operations in a compiled program."""
+    return f"flashspec.fusion.{name}"
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _execute(request: EpilogueRequest, name: str, operands: EpilogueOperands) -> jax.Array:
+    compute: Any = BACKENDS[name].compute
+
+    def call(operands: EpilogueOperands) -> jax.Array:
+        with jax.named_scope(scope(name)):
+            return compute(request, operands)
+
+    mesh = jax.typeof(operands.x).sharding.mesh
+    if not mesh.explicit_axes:
+        return call(operands)
+    # XLA puts the reduction of a split contraction right after the product: before bias, activation and residual.
+    with jax.sharding.use_abstract_mesh(mesh):
+        auto = jax.sharding.auto_axes(call, axes=mesh.explicit_axes, out_sharding=_result_spec(operands))
+        return auto(operands)
+
+
+def _result_spec(operands: EpilogueOperands) -> PartitionSpec:
+    """The result is split like the rows of x and the columns of w, as far as one mesh axis does not serve both."""
+    rows = jax.typeof(operands.x).sharding.spec[:-1]
+    columns = jax.typeof(operands.w).sharding.spec[-1]
+    return PartitionSpec(*rows, None if set(_names(columns)) & {n for row in rows for n in _names(row)} else columns)
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
