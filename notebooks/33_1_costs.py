@@ -21,19 +21,21 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from flashspec import plan_attention
-from flashspec.costs import amdahl_speedup
+from flashspec.calibration import calibrate
+from flashspec.costs import amdahl_speedup, roofline, sourced_rates
 from flashspec.devices import device_facts
 from flashspec.measure import compile_call, time_call
 
 # %% [markdown]
 # ## The bound $\max(F/R, Q_b/b)$
 #
-# `plan_attention` counts $F$ and $Q_b$ of an attention call from shapes alone, and gives the bound for a device whose
-# rates are known from its data sheet. Four calls of one decoder layer (32 query heads, 8 key/value heads of size 128,
-# bfloat16): prefill, one step of plain decoding, and the verification of 5 and of 16 tokens.
+# `plan_attention` counts $F$ and $Q_b$ of an attention call from shapes alone; `roofline` bounds the time of any work,
+# here with the rates of the H200's data sheet. Four calls of one decoder layer (32 query heads, 8 key/value heads of
+# size 128, bfloat16): prefill, one step of plain decoding, and the verification of 5 and of 16 tokens.
 
 # %%
 H200 = device_facts("NVIDIA H200")
+rates = sourced_rates(H200, itemsize=2)
 
 
 def plan(T, S):
@@ -50,15 +52,14 @@ calls = {
     "verification, T = 16, S = 8192": plan(16, 8192).forward,
 }
 for name, call in calls.items():
-    compute, transfer = call.flops / H200.bf16_flops, call.bytes / H200.memory_bandwidth
-    limit = "compute" if compute > transfer else "transfer"
+    bound = roofline(call.flops, call.bytes, rates)
     print(
-        f"{name:31} F/R = {compute * 1e6:7.2f} us   Q/b = {transfer * 1e6:5.2f} us   "
-        f"at least {call.lower_bound_seconds * 1e6:7.2f} us, bound by {limit}"
+        f"{name:31} F/R = {bound.compute_s * 1e6:7.2f} us   Q/b = {bound.memory_s * 1e6:5.2f} us   "
+        f"at least {bound.lower_bound_s * 1e6:7.2f} us, bound by {bound.bound_by}"
     )
-    assert math.isclose(call.lower_bound_seconds, max(compute, transfer))
-    wrong_sum = compute + transfer  # the two can overlap, so their sum is no lower bound
-    assert wrong_sum > call.lower_bound_seconds
+    assert math.isclose(call.lower_bound_seconds, bound.lower_bound_s)
+    wrong_sum = bound.compute_s + bound.memory_s  # the two can overlap, so their sum is no lower bound
+    assert wrong_sum > bound.lower_bound_s
 
 # %% [markdown]
 # Verifying five tokens takes five times the arithmetic of decoding one, and yet the same time: the keys and values are
@@ -90,25 +91,34 @@ axes.legend()
 # %% [markdown]
 # ## The launch
 #
-# Small work is bound by neither: its time is that of starting it. Here the time of $x + 1$ on *this* machine, over the
-# number of bytes that it moves. Below some thousand bytes the curve is flat: that is the launch, and a smaller array
-# makes nothing faster.
+# Small work is bound by neither: its time is that of starting it. `calibrate` measures the rates of *this* machine in
+# a second: a product, a copy, and a program that does nothing, which is the launch. Beside the three parts of the
+# bound, the measured time of $x + 1$ over the bytes that it moves. On the left the curve is flat: making the array
+# smaller makes nothing faster.
 
 # %% tags=["varies"]
+here = calibrate()
 sizes = [2**power for power in range(4, 23, 3)]
 seconds = []
 for size in sizes:
     call = compile_call(lambda x: x + 1, jnp.zeros(size, jnp.float32))
     seconds.append(time_call(call, repeats=21).steady_s)
+bounds = [roofline(size, 8 * size, here) for size in sizes]
 moved = [8 * size for size in sizes]
 figure, axes = plt.subplots(figsize=(7, 3.5))
-axes.loglog(moved, np.array(seconds) * 1e6, "o-")
+axes.loglog(moved, np.array(seconds) * 1e6, "o-", label="measured")
+axes.loglog(moved, [bound.memory_s * 1e6 for bound in bounds], ":", label="transfer")
+axes.loglog(moved, [bound.launch_s * 1e6 for bound in bounds], "--", label="launch")
 axes.set(xlabel="bytes read and written", ylabel="us a call", title=f"x + 1 on {jax.devices()[0].device_kind}")
-print(f"{moved[0]} bytes: {seconds[0] * 1e6:.1f} us; {moved[-1]} bytes: {seconds[-1] * 1e6:.0f} us")
+axes.legend()
+print(f"R = {here.flops / 1e9:.0f} GFLOP/s, b = {here.bandwidth / 1e9:.0f} GB/s, launch {here.launch_s * 1e6:.1f} us")
+print({size: bound.bound_by for size, bound in zip(moved, bounds, strict=True)})
 
 # %%
+assert bounds[0].bound_by == "launch"
+assert bounds[-1].bound_by == "memory"
 times_longer = seconds[2] / seconds[0]
-wrong_times_longer = moved[2] / moved[0]  # if only bytes counted
+wrong_times_longer = moved[2] / moved[0]  # if bytes alone counted
 assert times_longer < 16
 assert wrong_times_longer == 64
 

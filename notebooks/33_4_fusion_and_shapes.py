@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
+from flashspec import dot_product_attention
 from flashspec.costs import break_even_calls, net_benefit, pays_off
 from flashspec.measure import compile_call, time_call
 from flashspec.specialize import (
@@ -22,6 +23,7 @@ from flashspec.specialize import (
     expected_extra_area,
     expected_padding,
     optimal_buckets,
+    specialize,
 )
 
 # %% [markdown]
@@ -269,3 +271,57 @@ except ValueError as error:
     wrong_growth = False
     print(error)
 assert not wrong_growth
+
+# %% [markdown]
+# ## Programs for buckets, and whether they paid
+#
+# `specialize` makes a function of any length out of one for a few: it pads to the bucket, runs an executable that was
+# compiled ahead of time, and cuts the result. What makes that exact is the *length* that the function gets: what the
+# padding holds must not change a bit. `check_padding` fills it with NaN, infinities and large numbers, and compares.
+
+
+# %%
+def attend(query, key, value, length):
+    """Attention over the first `length` keys, which is what makes padding harmless."""
+    return dot_product_attention(query, key, value, kv_lengths=length[None])
+
+
+def wrong_attend(query, key, value, length):
+    """Ignores the length: padded keys, all zero, take part in the softmax."""
+    return dot_product_attention(query, key, value)
+
+
+padded = {"in_axes": 1, "out_axes": 1, "length_arg": "length", "progress": False}
+served, wrong_served = (specialize(f, (16, 64), **padded) for f in (attend, wrong_attend))
+keys = jax.random.split(jax.random.key(0), 3)
+query, key, value = (jax.random.normal(k, (1, 40, 2, 8)) for k in keys)
+exact = dot_product_attention(query, key, value)
+for T in (3, 16, 40):
+    cut = dot_product_attention(query[:, :T], key[:, :T], value[:, :T])
+    assert np.allclose(served(query[:, :T], key[:, :T], value[:, :T]), cut, atol=1e-5)
+served.check_padding(query, key, value)
+assert not np.allclose(wrong_served(query, key, value), exact, atol=1e-2)
+try:
+    wrong_served.check_padding(query, key, value)
+    wrong_passes = True
+except ValueError as error:
+    wrong_passes = False
+    print(error)
+assert not wrong_passes
+
+# %% [markdown]
+# Its ledger keeps, for each bucket, what eq. 33.9 needs: $C$, $n$, $t_c$, and $t_e$ where it was measured.
+
+# %% tags=["varies"]
+for _ in range(20):
+    served(query, key, value)
+served.time_op_by_op(query, key, value)
+print(served.ledger)
+entry = served.ledger[64]
+
+# %%
+assert entry.calls == 21
+net = net_benefit(entry.compile_s, entry.served, entry.time_before, entry.time_after)
+assert (net > 0) == pays_off(entry.compile_s, entry.served, entry.time_before, entry.time_after)
+wrong_net = entry.served * (entry.time_before - entry.time_after)  # what was saved, without what it cost
+assert wrong_net > net

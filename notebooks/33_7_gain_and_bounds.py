@@ -20,6 +20,7 @@ from flashspec import dot_product_attention, verify_chain
 from flashspec.costs import (
     RoundCosts,
     best_draft_length,
+    dropped_mass,
     estimate_round,
     expected_tokens,
     speculative_speedup,
@@ -207,7 +208,8 @@ value = jnp.array([1.0, -1.0])[None, :, None, None]
 zeros = jnp.zeros((1, 2, 1, 1))
 full = dot_product_attention(zeros[:, :1], zeros, value, scores)[0, 0, 0, 0]
 windowed = dot_product_attention(zeros[:, :1], zeros[:, :1], value[:, :1], scores[..., :1])[0, 0, 0, 0]
-error, bound = float(abs(full - windowed)), window_error_bound(Fraction(1, 4), 1)
+delta = dropped_mass([Fraction(3, 4), Fraction(1, 4)], [True, False])
+error, bound = float(abs(full - windowed)), window_error_bound(delta, 1)
 wrong_bound = bound / 2  # delta M, "what was dropped"
 print(f"error {error:g}, bound {bound}")
 assert bound == Fraction(1, 2)
@@ -215,7 +217,8 @@ assert np.isclose(error, float(bound))
 assert error > wrong_bound
 
 # %% [markdown]
-# $\delta$ need not be guessed: attention returns the log-normaliser of a row, and the kept share of the mass is
+# $\delta$ need not be guessed: `dropped_mass` sums it from the probabilities. And without any probabilities, attention
+# returns the log-normaliser of a row, and the kept share of the mass is
 # $e^{\text{lse}_\text{window}-\text{lse}_\text{full}}$. Below, every query of random attention at many windows; and
 # the same with one distant key that every query likes, as the first token of a text often is. **That keys are far away
 # does not make their mass small.**

@@ -32,6 +32,7 @@ from flashspec import (
 )
 from flashspec.costs import (
     amdahl_speedup,
+    dropped_mass,
     expected_tokens,
     net_benefit,
     pays_off,
@@ -39,6 +40,7 @@ from flashspec.costs import (
     window_error_bound,
 )
 from flashspec.online_softmax import empty_stats, stats_of
+from flashspec.specialize import should_precompile
 from flashspec.speculative import Draws
 
 # %% [markdown]
@@ -155,9 +157,9 @@ assert wrong_gain > limit
 #
 # *Compilation takes 2, 10 and 1 s, calls are 1000, 100 and 20, each saves 3, 50 and 10 ms. Which pay?*
 #
-# Eq. 33.9 for each: $n\,\Delta t-C$ is $3-2=1$, $5-10=-5$ and $0.2-1=-0.8$ seconds: the first alone. (Cache hits,
-# memory and the deadline of a first request come on top: `flashspec.specialize.should_precompile` weighs them as
-# well.)
+# Eq. 33.9 for each: $n\,\Delta t-C$ is $3-2=1$, $5-10=-5$ and $0.2-1=-0.8$ seconds: the first alone. Cache hits,
+# memory and the deadline of a first request come on top and may turn the answer: `should_precompile` weighs them and
+# says why.
 
 # %%
 buckets = [(2, 1000, Fraction(3, 1000)), (10, 100, Fraction(50, 1000)), (1, 20, Fraction(10, 1000))]
@@ -168,6 +170,13 @@ assert nets == [1, -5, Fraction(-4, 5)]
 assert paying == [True, False, False]
 wrong_paying = [n * saved > 0 for _, n, saved in buckets]  # "a faster call is a gain"
 assert wrong_paying != paying
+
+in_the_cache = should_precompile(10, 100, Fraction(50, 1000), 0, cached_load_time=Fraction(1, 2))
+too_large = should_precompile(2, 1000, Fraction(3, 1000), 0, memory_bytes=2**31, free_bytes=2**30)
+print("second bucket, found in the cache:", *in_the_cache.reasons)
+print("first bucket, 2 GiB where 1 GiB is free:", *too_large.reasons)
+assert in_the_cache
+assert not too_large
 
 # %% [markdown]
 # ## Exercise 33.7: acceptance, residual, law
@@ -338,7 +347,7 @@ for _ in range(200):
     kept = np.arange(8) < 5
     if masses[kept].sum() == 0:
         continue
-    delta, M = masses[~kept].sum(), np.linalg.norm(values, axis=1).max()
+    delta, M = dropped_mass(masses, kept), np.linalg.norm(values, axis=1).max()
     o, o_window = masses @ values, masses[kept] @ values[kept] / masses[kept].sum()
     assert np.linalg.norm(o - o_window) <= window_error_bound(min(delta, 1 - 1e-12), M) + 1e-12
 
