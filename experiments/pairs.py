@@ -62,28 +62,33 @@ def load_pair(
     """
     if target is not None and draft is None:
         raise fail("draft", "a checkpoint directory, 'ngram' or 'layers:L' for a target of your own", None)
-    checkpoint = _load("target", target or FOLDER / "target", dtype)
+    checkpoint = load_checkpoint("target", target or FOLDER / "target", dtype)
     if checkpoint.tokenizer is None:
         raise fail("target", "a directory with a tokenizer.json", target)
     config, params = checkpoint.config, checkpoint.params
     if layers is not None:
         config, params = models.shallow(config, params, min(layers, config.num_layers))
-    drafter = _drafter(draft or str(FOLDER / "draft"), checkpoint, dtype)
+    drafter = make_drafter(draft or str(FOLDER / "draft"), checkpoint, dtype)
     model = models.as_language_model(config, dtype)
     return Pair(config, model, params, drafter, checkpoint.tokenizer, dtype)
 
 
-def _load(name: str, directory: Path, dtype: Any) -> models.Checkpoint:
-    """Load a checkpoint; an error names the argument that asked for it."""
+def load_checkpoint(name: str, directory: Path, dtype: Any, **options: Any) -> models.Checkpoint:
+    """Load a checkpoint; an error names the argument that asked for it. Options are those of `models.load`."""
     if not directory.is_dir():
         raise fail(name, "a checkpoint directory", directory)
     try:
-        return models.load(directory, dtype)
+        return models.load(directory, dtype, **options)
     except ValueError as error:
         raise ValueError(f"`{name}`: {error}") from error
 
 
-def _drafter(draft: str, target: models.Checkpoint, dtype: Any) -> Any:
+def make_drafter(draft: str, target: models.Checkpoint, dtype: Any) -> Any:
+    """What drafts for a target: a checkpoint directory, "ngram" or "layers:L", as for `load_pair`.
+
+    Raises:
+      ValueError: no such directory, tokenizers that differ, or more layers than there are.
+    """
     if draft == NGRAM:
         return NgramDrafter()
     if draft.startswith(LAYERS):
@@ -95,7 +100,7 @@ def _drafter(draft: str, target: models.Checkpoint, dtype: Any) -> Any:
         return ShallowDrafter(models.as_language_model(config, dtype), params)
     if not Path(draft).is_dir():
         raise fail("draft", "a checkpoint directory, 'ngram' or 'layers:L'", repr(draft))
-    checkpoint = _load("draft", Path(draft), dtype)
+    checkpoint = load_checkpoint("draft", Path(draft), dtype)
     if checkpoint.tokenizer is not None and target.tokenizer is not None:
         _check_same_tokens(draft, checkpoint.tokenizer, target.tokenizer)
     return ModelDrafter(models.as_language_model(checkpoint.config, dtype), checkpoint.params)
