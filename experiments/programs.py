@@ -124,7 +124,8 @@ class Speed:
 
     Attributes:
       ttft_s: mean time to first token, by the program stopped there; prefill included, the draft's too.
-      tpot_s: time per later token, sum(total - first) / sum(n - 1), n the tokens of a batch's longest row.
+      tpot_s: time per later token, sum(total - first) / sum(n - 1), n the tokens of a batch's longest row; None where
+        it cannot be told.
       tokens_per_s: all tokens over all time.
       compile_s: of the program.
       first_call_s: the first pass over all batches after compilation.
@@ -144,6 +145,11 @@ class Timings(NamedTuple):
     speculative: Speed
     outcomes: list[Outcome]
     interleaved: Interleaved
+
+
+def later_token_seconds(total: float, first: float, later: int) -> float | None:
+    """(total - first) / later; None without later tokens, and where the noise of few short calls hides them."""
+    return (total - first) / later if later and total > first else None
 
 
 def time_decoding(
@@ -168,7 +174,7 @@ def time_decoding(
         later = sum(int(rows.max()) - 1 for rows in emitted)
         return Speed(
             ttft_s=first / len(batches),
-            tpot_s=(total - first) / later if later else None,
+            tpot_s=later_token_seconds(total, first, later),
             tokens_per_s=float(sum(rows.sum() for rows in emitted)) / total,
             compile_s=program.compile_s,
             first_call_s=times.timings[name].first_call_s,
