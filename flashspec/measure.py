@@ -54,11 +54,22 @@ class Call:
         return self.executable(*self.arguments)
 
 
-def compile_call(function: Callable[..., Any], *arguments: Any) -> Call:
-    """Compile `function`, jitted or not, for these arguments, and time the compilation apart from any call."""
+def compile_call(
+    function: Callable[..., Any], *arguments: Any, compiler_options: Mapping[str, Any] | None = None
+) -> Call:
+    """Compile `function`, jitted or not, for these arguments, and time the compilation apart from any call.
+
+    Args:
+      function: to compile.
+      *arguments: of the call.
+      compiler_options: of XLA, for this program alone, such as {"xla_gpu_enable_command_buffer": ""}.
+
+    Returns:
+      The call.
+    """
     jitted = function if hasattr(function, "lower") else jax.jit(function)
     start = time.perf_counter()
-    executable = jitted.lower(*arguments).compile()
+    executable = jitted.lower(*arguments).compile(compiler_options=dict(compiler_options or {}))
     return Call(executable, arguments, time.perf_counter() - start)
 
 

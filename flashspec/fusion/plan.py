@@ -82,15 +82,15 @@ def moved_bytes(request: EpilogueRequest) -> int:
 
 
 def intermediate_bytes(request: EpilogueRequest) -> int:
-    """Extra bytes when every step of the tail is a program of its own, in proportion to rows x outputs (section 33.4).
+    """Extra bytes when every step is a program of its own: in proportion to rows x outputs (section 33.4).
 
-    Each product writes its result; each bias, the activation, the gate's multiplication and the residual read one
-    intermediate (the gate two) and write one; the last of all these is the result, which counts anyhow.
+    Each product reads x and writes its result; each bias, the activation, the gate's multiplication and the residual
+    read one intermediate (the gate two) and write one; the last of all these is the result, which counts anyhow.
     """
     gated = "gate" in request.options
     steps = len(request.options) + (request.activation is not None)
     intermediates = request.products + (steps + gated) + steps - 1
-    return request.dtype.itemsize * request.rows * request.outputs * intermediates
+    return request.dtype.itemsize * request.rows * (request.outputs * intermediates + request.inputs * gated)
 
 
 def _lower_bound(request: EpilogueRequest, facts: DeviceFacts | None, flops: int, moved: int) -> float | None:
