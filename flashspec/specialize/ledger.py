@@ -30,9 +30,9 @@ class BucketEntry:
       borrowed: those served by a larger bucket meanwhile.
       lender: the larger bucket that served last.
       padding: positions padded in all calls.
-      first_calls_s: the first call of each executable, which is apart from the steady state.
-      steady_s, steady_calls: all later calls of the bucket's own executables.
-      borrowed_s: all calls served by larger buckets.
+      first_calls_s: calls that were the first of their executable, which are apart from the steady state.
+      steady_s, steady_calls: all other calls of the bucket's own executables.
+      borrowed_s, borrowed_calls: all other calls that larger buckets served.
       op_by_op_s: one call op by op, where measured.
     """
 
@@ -51,6 +51,7 @@ class BucketEntry:
     steady_s: float = 0.0
     steady_calls: int = 0
     borrowed_s: float = 0.0
+    borrowed_calls: int = 0
     op_by_op_s: float | None = None
 
     @property
@@ -68,14 +69,14 @@ class BucketEntry:
         """t_e, seconds of a call without the executable: op by op where measured, else in the larger bucket."""
         if self.op_by_op_s is not None:
             return self.op_by_op_s
-        return self.borrowed_s / self.borrowed if self.borrowed else None
+        return self.borrowed_s / self.borrowed_calls if self.borrowed_calls else None
 
     @property
     def before_is(self) -> str | None:
         """Which alternative t_e is."""
         if self.op_by_op_s is not None:
             return OP_BY_OP
-        return f"bucket {self.lender}" if self.borrowed else None
+        return f"bucket {self.lender}" if self.borrowed_calls else None
 
     @property
     def net_benefit_s(self) -> float | None:

@@ -225,12 +225,12 @@ class Specialized:
 
     def _enter(self, bound: int, kind: str, executable: Executable, seconds: float, padded: int, serving: int) -> None:
         """Put one call into the ledger."""
-        times: dict[str, float | int] = {"steady_s": seconds, "steady_calls": 1}
-        if kind == "borrowed":
-            times = {"borrowed_s": seconds}
-            self.ledger.note(bound, lender=serving)
-        elif not executable.calls:
+        state = "borrowed" if kind == "borrowed" else "steady"
+        times: dict[str, float | int] = {f"{state}_s": seconds, f"{state}_calls": 1}
+        if not executable.calls:
             times = {"first_calls_s": seconds}
+        if kind == "borrowed":
+            self.ledger.note(bound, lender=serving)
         executable.calls += 1
         self.ledger.add(bound, calls=1, padding=padded, **{kind: 1}, **times)
 
