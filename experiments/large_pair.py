@@ -1,0 +1,273 @@
+"""A large checkpoint and its draft: written, loaded, and decoded by the ordinary path, at acceptances that are set."""
+
+import argparse
+import dataclasses
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+from flax import nnx
+from jax import Array
+
+from experiments import round_costs
+from experiments.harness import Job
+from experiments.host_memory import AnonymousPeak
+from experiments.loop_overhead import random_leaf
+from experiments.pairs import Pair
+from experiments.programs import Prompts, Timings, compile_programs, time_decoding
+from flashspec import costs, models
+from flashspec.checks import at_least, fail
+from flashspec.language_model import Cache, LanguageModel, Params
+from flashspec.measure import HOST, checked, compile_call, time_call
+from flashspec.models.decoder import Decoder
+from flashspec.models.parameter_layout import slots
+from flashspec.sampling import SamplingParams
+from flashspec.speculative import ModelDrafter
+
+QUESTION = "Does a large checkpoint load fast, and decode as fast as its bytes and eq. 33.15 allow?"
+NEEDS = "a GPU with 60 GB of memory, and 20 GB of disk or memory for --folder"
+TIME = "8 minutes on an H200"
+
+LOAD_BAR, PLAIN_BAR, VERIFY_BARS, SPEEDUP_BAR = 2e9, 1.18, {4: 1.05, 8: 1.08}, 0.05
+LEAST_READ_RATE = 4.3e12  # of an H200; a slower reduction would lower the bound
+HOST_ALLOWANCE = 1_000_000_000
+SAMPLING = SamplingParams(temperature=1.0, top_k=None, top_p=None)
+SMOKE = {
+    "target": models.DecoderConfig("qwen3", 512, 64, 128, 1, 4, 2, 16),
+    "draft": models.DecoderConfig("qwen3", 512, 32, 64, 1, 2, 1, 16, tie_embeddings=True),
+}
+
+
+class Ruled(NamedTuple):
+    """Parameters of a model with the logits [V] that take the place of its own."""
+
+    params: Params
+    logits: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class RuledModel:
+    """A model that does all of its work, and then follows a law that it is given: so acceptance can be set."""
+
+    model: LanguageModel
+
+    def apply(self, ruled: Ruled, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
+        logits, cache = self.model.apply(ruled.params, tokens, cache)
+        return ruled.logits[None, None, :] + 1e-30 * logits, cache
+
+    def prefill(self, ruled: Ruled, tokens: Array, num_valid: Array, cache: Cache) -> Cache:
+        assert self.model.prefill is not None
+        return self.model.prefill(ruled.params, tokens, num_valid, cache)
+
+    def language_model(self) -> LanguageModel:
+        """As generation sees it."""
+        model = self.model
+        return LanguageModel(self.apply, model.init_cache, model.vocab_size, self.prefill, model.rollback)
+
+
+def draft_logits(vocab_size: int, acceptance: float) -> Array:
+    """A uniform law over a share of the ids: against a uniform target it is accepted with that probability (33.11)."""
+    kept = jnp.arange(vocab_size) < round(acceptance * vocab_size)
+    return jnp.where(kept, 0.0, -1e9).astype(jnp.float32)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", choices=tuple(models.PRESETS), default="qwen3-8b", help="default: qwen3-8b")
+    parser.add_argument("--draft", choices=tuple(models.PRESETS), default="qwen3-0.6b", help="default: qwen3-0.6b")
+    parser.add_argument("--folder", type=Path, help="where the checkpoints go for the run (default: the output folder)")
+    parser.add_argument("--draft-length", type=int, default=4)
+    parser.add_argument("--acceptance", type=float, action="append", help="may be repeated (default: 0.6, 0.8, 0.95)")
+    parser.add_argument("--capacity", type=int, default=2048, help="positions in the caches")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=3)
+
+
+def run(job: Job) -> None:
+    """Write both checkpoints, load them, and decode."""
+    args = job.args
+    if job.smoke:
+        vars(args).update(capacity=64, max_new_tokens=24, repeats=1, acceptance=[0.8], draft_length=2)
+    for name in ("draft_length", "capacity", "max_new_tokens", "repeats"):
+        at_least(name.replace("_", "-"), getattr(args, name), 1)
+    if not all(0 < acceptance < 1 for acceptance in args.acceptance or ()):
+        raise fail("acceptance", "a number between 0 and 1", args.acceptance)
+    if args.folder is not None and not args.folder.is_dir():
+        raise fail("folder", "a folder that exists", args.folder)
+    names = {"target": args.target, "draft": args.draft}
+    configs = SMOKE if job.smoke else {role: models.PRESETS[name] for role, name in names.items()}
+    configs = {role: dataclasses.replace(config, eos_token_ids=()) for role, config in configs.items()}
+    with tempfile.TemporaryDirectory(dir=args.folder or job.out) as folder:
+        for role, config in configs.items():
+            write(job, Path(folder) / role, config)
+        loaded = {role: load(job, Path(folder) / role, role, config) for role, config in configs.items()}
+    decode(job, configs, loaded)
+
+
+def write(job: Job, folder: Path, config: models.DecoderConfig) -> None:
+    """A checkpoint of random weights, made on the device leaf by leaf."""
+    abstract = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))), nnx.Param)
+    keys = iter(jax.random.split(jax.random.key(job.seed), len(jax.tree.leaves(abstract))))
+    with job.console.status(f"writing {2 * config.num_parameters / 1e9:.2f} GB"):
+        models.save(folder, config, jax.tree.map(lambda leaf: random_leaf(next(keys), leaf.shape), abstract))
+
+
+def load(job: Job, folder: Path, role: str, config: models.DecoderConfig) -> Params:
+    """The checkpoint from the page cache, timed at the second reading; the first compiles what joins its tensors."""
+    before = jax.block_until_ready(models.load(folder).params)
+    sums = fingerprint(before)
+    for leaf in jax.tree.leaves(before):
+        leaf.delete()
+    size = 2 * config.num_parameters
+    with AnonymousPeak() as memory:
+        start = time.perf_counter()
+        params = jax.block_until_ready(models.load(folder).params)
+        seconds = time.perf_counter() - start
+    same = job.claim(f"{role}: two readings give the same bits", fingerprint(params) == sums)
+    largest = max(2 * sum(np.prod(shape) for shape in slot.shapes.values()) for slot in slots(config))
+    held = memory.growth - (size if jax.default_backend() == "cpu" else 0)
+    job.claim(
+        f"{role}: {held / 1e9:.2f} GB of anonymous memory at most, under its largest tensor plus 1 GB",
+        bool(held < largest + HOST_ALLOWANCE),
+    )
+    if same:
+        text = f"{role}: {size / 1e9:.2f} GB in {seconds:.2f} s, {size / seconds / 1e9:.2f} GB/s from the page cache"
+        bar = LOAD_BAR if not job.smoke else 0.0
+        job.claim(f"{text}, {bar / 1e9:.0f} asked for", size / seconds >= bar)
+        values = {"bytes": size, "anonymous_bytes": held, "load_s": seconds}
+        job.record(
+            f"load {role}", settings={"layers": config.num_layers}, clock=HOST, check="equal bits", values=values
+        )
+    return params
+
+
+def fingerprint(params: Params) -> list[int]:
+    """A sum of the bits of every leaf."""
+    bits = (jax.lax.bitcast_convert_type(leaf, jnp.uint16) for leaf in jax.tree.leaves(params))
+    return [int(jnp.sum(leaf, dtype=jnp.uint32)) for leaf in bits]
+
+
+def decode(job: Job, configs: dict[str, models.DecoderConfig], loaded: dict[str, Params]) -> None:
+    """Plain and speculative decoding at each acceptance, against the read rate and against eq. 33.15."""
+    args, vocab_size = job.args, configs["target"].vocab_size
+    own = {role: models.as_language_model(config, jnp.bfloat16) for role, config in configs.items()}
+    exact = checked("five tokens verified together are as one by one", lambda: agree(own["target"], loaded["target"]))
+    if not job.claim(exact.what, exact.passed):
+        return
+    shape = round_costs.Shape(1, args.capacity, **({"steps": 2, "repeats": 1} if job.smoke else {}))
+    step, verify = step_costs(job, own["target"], loaded["target"], configs["target"], shape)
+    ruled = {role: RuledModel(model).language_model() for role, model in own.items()}
+    target = Ruled(loaded["target"], jnp.zeros(vocab_size, jnp.float32))
+    drafters = {
+        acceptance: ModelDrafter(ruled["draft"], Ruled(loaded["draft"], draft_logits(vocab_size, acceptance)))
+        for acceptance in args.acceptance or [0.6, 0.8, 0.95]
+    }
+    drafter = next(iter(drafters.values()))
+    parts = costs.RoundCosts(
+        target_step=step,
+        draft_step=round_costs.draft_seconds(drafter, args.draft_length, shape),
+        verify=verify,
+        overhead=round_costs.management_seconds(vocab_size, drafter, args.draft_length, SAMPLING, shape),
+    )
+    no_words = models.Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()))
+    pair = Pair(configs["target"], ruled["target"], target, drafter, no_words, jnp.bfloat16)
+    batches = [random_prompt(job, vocab_size)]
+    with job.console.status("compiling plain and speculative decoding"):
+        programs = compile_programs(pair, batches, SAMPLING, args.draft_length, "chain", args.max_new_tokens)
+    rows = []
+    for acceptance, drafter in drafters.items():
+        programs.speculative.constants = (target, drafter)  # the same program: what differs is an operand
+        timings = time_decoding(programs, batches, SAMPLING, job.seed, exact, args.repeats)
+        rows.append(compare(job, timings, parts, acceptance))
+    columns = ["acceptance", "tokens a round", "speed-up", "by eq. 33.15", "apart", "plain, ms", "speculative, ms"]
+    models_of = "tiny models" if job.smoke else f"{args.target} with {args.draft}"
+    job.table("speedup", f"{models_of}, D = {args.draft_length}, B = 1", columns, rows)
+
+
+def agree(model: LanguageModel, params: Params) -> bool:
+    """Whether the logits of five new tokens in one forward are those of five forwards, to bfloat16's rounding."""
+    tokens = jax.random.randint(jax.random.key(1), (1, 21), 0, model.vocab_size)
+    assert model.prefill is not None
+    fill, apply = jax.jit(model.prefill), jax.jit(model.apply)
+    cache = fill(params, tokens[:, :16], jnp.array([16], jnp.int32), model.init_cache(1, 32))
+    together, _ = apply(params, tokens[:, 16:], cache)
+    single = []
+    for t in range(16, 21):
+        logits, cache = apply(params, tokens[:, t : t + 1], cache)
+        single.append(logits)
+    one, other = np.asarray(together), np.asarray(jnp.concatenate(single, axis=1))
+    return bool(np.abs(one - other).max() < 0.1 * np.abs(other).max())
+
+
+def step_costs(
+    job: Job, model: LanguageModel, params: Params, config: models.DecoderConfig, shape: round_costs.Shape
+) -> tuple[float, dict[int, float]]:
+    """c_t and c_v(D), with what they are held to."""
+    step = round_costs.forward_seconds(model, params, 1, shape)
+    drafts = [job.args.draft_length] if job.smoke else sorted({*VERIFY_BARS, job.args.draft_length})
+    verify = {length: round_costs.forward_seconds(model, params, length + 1, shape) for length in drafts}
+    bytes_read = 2 * config.num_parameters - (
+        0 if config.tie_embeddings else 2 * config.vocab_size * config.hidden_size
+    )
+    bytes_read += shape.capacity // 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim
+    rate = max(read_rate(job.smoke), 0.0 if job.smoke else LEAST_READ_RATE)
+    bound = bytes_read / rate
+    rows = [["1 token", 1e3 * step, step / bound, None]]
+    rows += [
+        [f"{length + 1} tokens", 1e3 * seconds, seconds / bound, seconds / step] for length, seconds in verify.items()
+    ]
+    columns = ["forward", "ms", "over the bandwidth bound", "over one token"]
+    job.table("steps", f"Forwards at B = 1, cache {shape.capacity}; {rate / 1e12:.2f} TB/s read", columns, rows)
+    if not job.smoke:
+        job.claim(f"a step is {step / bound:.3f} of its bound, {PLAIN_BAR} allowed", step / bound <= PLAIN_BAR)
+        for length, bar in VERIFY_BARS.items():
+            over = verify[length] / step
+            job.claim(f"verifying {length + 1} tokens costs {over:.3f} of one, {bar} allowed", over <= bar)
+    return step, verify
+
+
+def read_rate(smoke: bool) -> float:
+    """Bytes a second of a reduction over 2 GiB."""
+    data = jnp.ones(2**20 if smoke else 2**29, jnp.float32)
+    return data.nbytes / time_call(compile_call(jnp.sum, data), repeats=5).steady_s
+
+
+def random_prompt(job: Job, vocab_size: int) -> Prompts:
+    """One prompt that fills the caches but for the new tokens and the drafts."""
+    size = job.args.capacity - job.args.max_new_tokens - job.args.draft_length
+    if size < 1:
+        raise fail("capacity", "more than max-new-tokens and draft-length together", job.args.capacity)
+    tokens = np.random.default_rng(job.seed).integers(0, vocab_size, (1, size)).astype(np.int32)
+    return Prompts(tokens, np.array([size], np.int32))
+
+
+def compare(job: Job, timings: Timings, parts: costs.RoundCosts, acceptance: float) -> list[Any]:
+    """One line of the table: measured against eq. 33.15, with the acceptance that was reached."""
+    outcome, length = timings.outcomes[0], job.args.draft_length
+    emitted, rounds = int(outcome.info.emitted.sum()), int(outcome.info.rounds.sum())
+    accepted, tested = (int(np.asarray(counts).sum()) for counts in (outcome.info.accepted, outcome.info.tested))
+    spread = (acceptance * (1 - acceptance) / tested) ** 0.5
+    job.claim(
+        f"acceptance {accepted / tested:.3f} of {tested} drafts, {acceptance} set",
+        abs(accepted / tested - acceptance) < 4 * spread,
+    )
+    plain, fast = timings.plain.tpot_s or 0.0, timings.speculative.tpot_s or 0.0
+    if min(plain, fast) <= 0:
+        job.say(f"acceptance {acceptance}: the tokens after the first took no time that the clock can tell")
+        return [acceptance, emitted / rounds, None, None, None, None, None]
+    # What this run reached, so that the prediction is of times alone.
+    per_round = emitted / rounds
+    seconds = costs.estimate_round(acceptance, length, parts).round_time
+    measured, predicted = plain / fast, float(plain * per_round / seconds)
+    apart = measured / predicted - 1
+    if not job.smoke:
+        job.claim(
+            f"acceptance {acceptance}: speed-up {measured:.2f}, {apart:+.1%} of eq. 33.15", abs(apart) <= SPEEDUP_BAR
+        )
+    values = {"tokens_per_round": per_round, "speedup": measured, "predicted": predicted}
+    job.record(f"acceptance {acceptance}", settings={"draft_length": length}, clock=HOST, check="agrees", values=values)
+    return [acceptance, per_round, measured, predicted, f"{apart:+.1%}", 1e3 * plain, 1e3 * fast]
