@@ -84,7 +84,7 @@ def by_shape(
     _, tokens = lax.scan(one, (token, cache), None, length=budget)
     stopped = tokens == stop
     length = jnp.where(stopped.any(), jnp.argmax(stopped) + 1, budget).astype(jnp.int32)
-    return jnp.where(jnp.arange(budget) < length, tokens, 0), length
+    return jnp.where(jnp.arange(budget, dtype=jnp.int32) < length, tokens, 0), length
 
 
 def by_value(

@@ -122,7 +122,7 @@ def scorer(pair: Pair) -> Any:
     """(params, tokens [T], length) -> the log-probability of each token after the first, [T], 0 from `length` on."""
 
     def score(params: Any, tokens: Array, length: Array) -> Array:
-        live = jnp.arange(tokens.shape[0]) < length
+        live = jnp.arange(tokens.shape[0], dtype=jnp.int32) < length
         ids = jnp.where(live, tokens, 0)
         logits = models.merge(pair.config, params)(ids[None, :], attention=dot_product_attention)[0]
         logprobs = jax.nn.log_softmax(logits[:-1].astype(jnp.float32))

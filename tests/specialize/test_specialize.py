@@ -22,7 +22,7 @@ BUCKETS = ShapeBuckets((4, 8, 16))
 
 def centred(x, weights, length):
     """Rows [T, F] less the mean of the first `length`, times the weights, and that mean."""
-    live = (jnp.arange(x.shape[0]) < length)[:, None]
+    live = (jnp.arange(x.shape[0], dtype=jnp.int32) < length)[:, None]
     mean = jnp.where(live, x, 0).sum(axis=0) / length.astype(x.dtype)
     return {"rows": (x - mean[None, :]) @ weights["w"], "mean": mean}
 
@@ -35,7 +35,7 @@ def ignores_length(x, weights, length):
 
 def masks_by_product(x, weights, length):
     """WRONG: 0 times NaN is NaN."""
-    live = (jnp.arange(x.shape[0]) < length)[:, None].astype(x.dtype)
+    live = (jnp.arange(x.shape[0], dtype=jnp.int32) < length)[:, None].astype(x.dtype)
     mean = (x * live).sum(axis=0) / length.astype(x.dtype)
     return {"rows": (x - mean[None, :]) @ weights["w"], "mean": mean}
 
@@ -92,11 +92,11 @@ def test_padding_may_hold_anything():
 
 def test_integer_and_boolean_padding_is_poisoned_too():
     def largest(ids, flags, length):
-        live = jnp.arange(ids.shape[0]) < length
+        live = jnp.arange(ids.shape[0], dtype=jnp.int32) < length
         return jnp.where(live, ids, 0).max(), (flags & live).any()
 
     def leaky(ids, flags, length):
-        return ids.max(), (flags & (jnp.arange(ids.shape[0]) < length)).any()
+        return ids.max(), (flags & (jnp.arange(ids.shape[0], dtype=jnp.int32) < length)).any()
 
     operands = np.array([3, 1, 2, 0, 1], np.int32), np.zeros(5, bool)
     options = {"in_axes": 0, "out_axes": None, "length_arg": 2, "progress": False}
@@ -109,11 +109,11 @@ def test_lengths_of_rows_pass_through():
     """Rows [B, T] with lengths [B], by keyword or in their place."""
 
     def total(x, lengths, scale=1.0):
-        live = jnp.arange(x.shape[1])[None, :] < lengths[:, None]
+        live = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < lengths[:, None]
         return jnp.where(live, x, 0).sum(axis=1) * scale
 
     special = specialize(total, BUCKETS, in_axes={"x": 1}, out_axes=None, length_arg="lengths", progress=False)
-    x, lengths = np.arange(10, dtype=np.float32).reshape(2, 5), np.array([2, 5])
+    x, lengths = np.arange(10, dtype=np.float32).reshape(2, 5), np.array([2, 5], np.int32)
     np.testing.assert_array_equal(special(x, lengths=lengths), [1, 35])
     np.testing.assert_array_equal(special(x, lengths, 2.0), [2, 70])
     special.check_padding(x, lengths=lengths)
