@@ -153,7 +153,8 @@ def show_acceptance(job: Job, acceptance: AcceptanceStatistics, tokens_per_round
 
 def record(job: Job, timings: Timings, draft_length: int, check: Checked) -> None:
     """One record for each way of decoding."""
-    options = {name: str(value) for name, value in vars(job.args).items()}
+    # Where the report lies is no setting: records of two runs are matched by their settings.
+    options = {name: str(value) for name, value in vars(job.args).items() if name != "out"}
     for name, speed, drafts in (("plain", timings.plain, 0), ("speculative", timings.speculative, draft_length)):
         job.record(
             name,

@@ -1,8 +1,15 @@
-"""Times of whole programs."""
+"""Times of whole programs, and their records."""
+
+import argparse
+from pathlib import Path
 
 import pytest
 
-from experiments.programs import later_token_seconds
+from experiments import registry, speculative_report
+from experiments.harness import Job
+from experiments.programs import Speed, Timings, later_token_seconds
+from flashspec.measure import HOST, Checked, Interleaved, Timing
+from flashspec.records import compare
 
 
 @pytest.mark.parametrize(
@@ -13,3 +20,21 @@ def test_a_time_per_later_token_is_positive_or_not_known(
     total: float, first: float, later: int, seconds: float | None
 ) -> None:
     assert later_token_seconds(total, first, later) == seconds
+
+
+def recorded(out: Path, temperature: float = 0.8) -> Path:
+    """The records of a run in the folder `out`."""
+    args = argparse.Namespace(out=out, seed=0, smoke=False, temperature=temperature)
+    speed, timing, check = Speed(1.0, 0.5, 2.0, 1.0, 1.0), Timing((1.0,), HOST, 1.0), Checked("a check", True)
+    timings = Timings(speed, speed, [], Interleaved({"plain": timing, "speculative": timing}, check))
+    job = Job(registry.Experiment("speculative", "Is it?", "nothing", "none"), args, "python -m experiments")
+    speculative_report.record(job, timings, 4, check)
+    return out / "records.jsonl"
+
+
+def test_runs_into_two_folders_can_be_compared(tmp_path: Path) -> None:
+    first = recorded(tmp_path / "before")
+    found = compare(first, recorded(tmp_path / "after"))
+    assert found.comparisons
+    assert not found.left_out
+    assert not compare(first, recorded(tmp_path / "warmer", temperature=1.0)).comparisons
