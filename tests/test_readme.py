@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```(?:bash|sh|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 EXPERIMENT = re.compile(r"python -m experiments +([A-Za-z_]\w*)")
+LINK = re.compile(r"\]\(([^)#:]+)\)")
 PATH = re.compile(r"`([a-z_]+/(?:[a-z_/]+(?:\.py)?)?)`")
 
 REPORT = {
@@ -119,6 +120,17 @@ def test_files_named_in_the_readme_exist() -> None:
     assert missing_files(README) == []
     assert missing_files("```bash\npip install -r requirements.txt\n```\n") == ["requirements.txt"]
     assert missing_files("`flashspec/no_such.py`, `no_such/`, `experiments/`") == ["flashspec/no_such.py", "no_such/"]
+
+
+def missing_pictures(text: str) -> list[str]:
+    """Pictures and pages that the text links to and that are not there."""
+    return [path for path in LINK.findall(text) if not (ROOT / path).exists()]
+
+
+def test_pictures_and_pages_of_the_readme_exist() -> None:
+    assert {"experiments/results/speculative/acceptance.png", "notebooks/README.md"} <= set(LINK.findall(README))
+    assert missing_pictures(README) == []
+    assert missing_pictures("![a plot](experiments/results/none.png)") == ["experiments/results/none.png"]
 
 
 def test_the_example_in_python_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
