@@ -21,7 +21,7 @@ from flashspec.language_model import Params
 from flashspec.models import tensor_files
 from flashspec.models.config import DecoderConfig
 from flashspec.models.decoder import Decoder
-from flashspec.models.parameter_layout import EMBEDDINGS, HEAD, Layout, Slot, Spec, slots
+from flashspec.models.parameter_layout import EMBEDDINGS, HEAD, Layout, Slot, Spec, slots, turned, unturned
 from flashspec.models.partition import check_mesh, parameter_spec, sharding
 from flashspec.models.tokenizer import Tokenizer
 
@@ -110,15 +110,24 @@ def _load(slot: Slot, stored: Stored, dtype: np.dtype, mesh: Mesh | None, spec: 
     tensors = [stored[name].read() for name in slot.shapes]
     # What the device has no dtype for (float64 without jax_enable_x64) is converted here.
     held = [tensor.astype(jax.dtypes.canonicalize_dtype(tensor.dtype), copy=False) for tensor in tensors]
+    layout = slot.layout
     if mesh is None or spec is None:
-        return _joiner(slot.layout, dtype, None)(jax.device_put(held))
-    parts = jax.device_put(held, sharding(mesh, slot.layout.stored_spec(spec)))
-    return _joiner(slot.layout, dtype, sharding(mesh, spec))(parts)
+        joined = _joiner(layout, dtype, None)(jax.device_put(held))
+        return _turner(None)(joined) if layout.turns else joined
+    joined_spec = (*spec[1:], spec[0]) if layout.turns else spec
+    parts = jax.device_put(held, sharding(mesh, layout.stored_spec(joined_spec)))
+    joined = _joiner(layout, dtype, sharding(mesh, joined_spec))(parts)
+    return _turner(sharding(mesh, spec))(joined) if layout.turns else joined
 
 
 @functools.cache
 def _joiner(layout: Layout, dtype: np.dtype, out: NamedSharding | None) -> Callable[[Sequence[jax.Array]], jax.Array]:
     return jax.jit(lambda tensors: layout.join(tensors).astype(dtype), out_shardings=out)
+
+
+@functools.cache
+def _turner(out: NamedSharding | None) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(turned, out_shardings=out)
 
 
 def place(config: DecoderConfig, params: Params, mesh: Mesh) -> Params:
@@ -216,7 +225,8 @@ def save(
 
     def tensors() -> Iterator[np.ndarray]:
         for slot in slots(config):
-            yield from slot.layout.split(np.asarray(arrays[slot.path]).astype(dtypes[slot.path], copy=False))
+            array = np.asarray(arrays[slot.path]).astype(dtypes[slot.path], copy=False)
+            yield from slot.layout.split(unturned(array) if slot.layout.turns else array)
 
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Where each parameter of the decoder lies in a checkpoint: one table, which loading, checking and saving all read.
 
 A weight is [outputs, inputs] in the file and [inputs, outputs] in the decoder, where weights that read the same input
-are one array. A `Layout` joins the stored tensors into that array and splits it again.
+are one array. A `Layout` joins the stored tensors into one array and splits it again; `turned` and `unturned` turn it.
 """
 
 import dataclasses
@@ -22,26 +22,37 @@ EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @runtime_checkable
 class Layout(Protocol):
-    """How one parameter is made of stored tensors; hashable, so that layers of one shape share a compiled program."""
+    """How one parameter is made of stored tensors; hashable, so that layers of one shape share a compiled program.
+
+    Attributes:
+      turns: whether the parameter is what `join` gives with its last axis in front. Joining and turning are programs of
+        their own: a transposition that a compiler fuses with anything else runs thirty times slower on a CPU.
+    """
 
     def __hash__(self) -> int: ...
 
+    @property
+    def turns(self) -> bool: ...
+
     def join(self, tensors: Sequence[jax.Array]) -> jax.Array:
-        """The parameter, from its stored tensors in order."""
+        """The stored tensors, in order, as one array [..., inputs]."""
 
     def split(self, array: np.ndarray) -> list[np.ndarray]:
-        """The stored tensors, in order."""
+        """The stored tensors, in order, from what `join` gave."""
 
     def stored_spec(self, spec: Spec) -> Spec:
-        """How each stored tensor has to be split over a mesh so that joining moves nothing between devices."""
+        """How each stored tensor has to be split so that it joins into `spec` and nothing moves between devices."""
 
 
 @dataclasses.dataclass(frozen=True)
-class AsStored:
-    """One tensor, unchanged."""
+class Single:
+    """One tensor: a weight, which is turned, or embeddings or a norm, which are not."""
+
+    turns: bool
 
     def join(self, tensors: Sequence[jax.Array]) -> jax.Array:
-        return jnp.array(tensors[0], copy=True)  # on a CPU the tensor may be the file's own memory
+        # On a CPU the tensor may be the file's own memory, which a parameter may not be.
+        return tensors[0] if self.turns else jnp.array(tensors[0], copy=True)
 
     def split(self, array: np.ndarray) -> list[np.ndarray]:
         return [array]
@@ -51,31 +62,19 @@ class AsStored:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transposed:
-    """One weight [outputs, inputs] as [inputs, outputs]."""
-
-    def join(self, tensors: Sequence[jax.Array]) -> jax.Array:
-        return tensors[0].T
-
-    def split(self, array: np.ndarray) -> list[np.ndarray]:
-        return [array.T]
-
-    def stored_spec(self, spec: Spec) -> Spec:
-        return spec[::-1]
-
-
-@dataclasses.dataclass(frozen=True)
 class Stacked:
-    """Weights [outputs, inputs] of one shape side by side, [inputs, weights, outputs]."""
+    """Weights [outputs, inputs] of one shape, [weights, outputs, inputs]."""
+
+    turns: bool = True
 
     def join(self, tensors: Sequence[jax.Array]) -> jax.Array:
-        return jnp.stack([tensor.T for tensor in tensors], axis=1)
+        return jnp.stack(tensors)
 
     def split(self, array: np.ndarray) -> list[np.ndarray]:
-        return [array[:, i].T for i in range(array.shape[1])]
+        return list(array)
 
     def stored_spec(self, spec: Spec) -> Spec:
-        return spec[2], spec[0]
+        return spec[1:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,23 +84,24 @@ class Grouped:
     Attributes:
       kv_heads: K.
       group_rows: outputs of one key/value head's group in each tensor, (G * H, H, H).
+      turns: whether they are weights.
     """
 
     kv_heads: int
     group_rows: tuple[int, int, int]
+    turns: bool = True
 
     def join(self, tensors: Sequence[jax.Array]) -> jax.Array:
         grouped = [tensor.reshape(self.kv_heads, -1, *tensor.shape[1:]) for tensor in tensors]
-        return jnp.concatenate(grouped, axis=1).reshape(-1, *tensors[0].shape[1:]).T
+        return jnp.concatenate(grouped, axis=1).reshape(-1, *tensors[0].shape[1:])
 
     def split(self, array: np.ndarray) -> list[np.ndarray]:
-        stored = array.T
-        grouped = stored.reshape(self.kv_heads, -1, *stored.shape[1:])
+        grouped = array.reshape(self.kv_heads, -1, *array.shape[1:])
         parts = np.split(grouped, np.cumsum(self.group_rows)[:-1], axis=1)
-        return [part.reshape(-1, *stored.shape[1:]) for part in parts]
+        return [part.reshape(-1, *array.shape[1:]) for part in parts]
 
     def stored_spec(self, spec: Spec) -> Spec:
-        return spec[::-1]
+        return spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,21 +119,31 @@ class Slot:
     layout: Layout
 
 
+def turned(array: Any) -> Any:
+    """Weights [..., inputs] as the decoder has them, [inputs, ...]."""
+    return array.transpose(array.ndim - 1, *range(array.ndim - 1))
+
+
+def unturned(array: np.ndarray) -> np.ndarray:
+    """The opposite of `turned`."""
+    return array.transpose(*range(1, array.ndim), 0)
+
+
 def slots(config: DecoderConfig) -> Iterator[Slot]:
     """Every parameter of the decoder with its tensors in the file."""
     if not config.tie_embeddings:
-        yield Slot(("embed",), {EMBEDDINGS: (config.vocab_size, config.hidden_size)}, AsStored())
+        yield Slot(("embed",), {EMBEDDINGS: (config.vocab_size, config.hidden_size)}, Single(turns=False))
     for layer in range(config.num_layers):
         for slot in (*_attention(config), *_mlp(config)):
             shapes = {f"model.layers.{layer}.{name}": shape for name, shape in slot.shapes.items()}
             yield Slot(("layers", layer, *slot.path), shapes, slot.layout)
-    yield Slot(("norm", "scale"), {"model.norm.weight": (config.hidden_size,)}, AsStored())
+    yield Slot(("norm", "scale"), {"model.norm.weight": (config.hidden_size,)}, Single(turns=False))
     head = EMBEDDINGS if config.tie_embeddings else HEAD
-    yield Slot(("head",), {head: (config.vocab_size, config.hidden_size)}, Transposed())
+    yield Slot(("head",), {head: (config.vocab_size, config.hidden_size)}, Single(turns=True))
 
 
 def _norm(name: str, stored: str, size: int) -> Slot:
-    return Slot((name, "scale"), {f"{stored}.weight": (size,)}, AsStored())
+    return Slot((name, "scale"), {f"{stored}.weight": (size,)}, Single(turns=False))
 
 
 def _attention(config: DecoderConfig) -> Iterator[Slot]:
@@ -144,10 +154,11 @@ def _attention(config: DecoderConfig) -> Iterator[Slot]:
     yield _norm("attention_norm", "input_layernorm", hidden)
     yield Slot(("qkv",), {f"self_attn.{role}_proj.weight": (count, hidden) for role, count in rows.items()}, grouped)
     if config.traits.qkv_bias:
-        yield Slot(("qkv_bias",), {f"self_attn.{role}_proj.bias": (count,) for role, count in rows.items()}, grouped)
+        biases: dict[str, tuple[int, ...]] = {f"self_attn.{role}_proj.bias": (count,) for role, count in rows.items()}
+        yield Slot(("qkv_bias",), biases, dataclasses.replace(grouped, turns=False))
     if config.traits.qk_norm:
         yield from (_norm(f"{role}_norm", f"self_attn.{role}_norm", size) for role in "qk")
-    yield Slot(("out",), {"self_attn.o_proj.weight": (hidden, config.num_heads * size)}, Transposed())
+    yield Slot(("out",), {"self_attn.o_proj.weight": (hidden, config.num_heads * size)}, Single(turns=True))
     if config.traits.post_norms:
         yield _norm("post_attention_norm", "post_attention_layernorm", hidden)
 
@@ -158,6 +169,6 @@ def _mlp(config: DecoderConfig) -> Iterator[Slot]:
     # Without norms behind the branches, the norm between them is the one after attention.
     yield _norm("mlp_norm", "pre_feedforward_layernorm" if post_norms else "post_attention_layernorm", hidden)
     yield Slot(("gate_up",), {f"mlp.{role}_proj.weight": (inner, hidden) for role in ("gate", "up")}, Stacked())
-    yield Slot(("down",), {"mlp.down_proj.weight": (hidden, inner)}, Transposed())
+    yield Slot(("down",), {"mlp.down_proj.weight": (hidden, inner)}, Single(turns=True))
     if post_norms:
         yield _norm("post_mlp_norm", "post_feedforward_layernorm", hidden)

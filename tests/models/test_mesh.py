@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from flashspec import models
 from flashspec.generate import Generation, generate
-from flashspec.models.checkpoint import _joiner
+from flashspec.models.checkpoint import _joiner, _turner
 from flashspec.models.parameter_layout import slots
 from flashspec.models.partition import parameter_spec, sharding
 from flashspec.sampling import SamplingParams
@@ -98,10 +98,14 @@ def test_joining_moves_nothing_between_devices() -> None:
     mesh = models.decoder_mesh(2, 4)
     for slot in slots(CONFIG):
         spec = parameter_spec(CONFIG, mesh, slot.path)
-        stored = sharding(mesh, slot.layout.stored_spec(spec))
+        between = (*spec[1:], spec[0]) if slot.layout.turns else spec
+        stored = sharding(mesh, slot.layout.stored_spec(between))
         parts = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=stored) for shape in slot.shapes.values()]
-        program = _joiner(slot.layout, np.dtype(np.float32), sharding(mesh, spec)).lower(parts).compile().as_text()
-        assert not any(name in program for name in ("all-to-all", "all-gather", "collective-permute")), slot.path
+        join = _joiner(slot.layout, np.dtype(np.float32), sharding(mesh, between)).lower(parts)
+        joined = jax.ShapeDtypeStruct(join.out_info.shape, jnp.float32, sharding=sharding(mesh, between))
+        turn = _turner(sharding(mesh, spec)).lower(joined) if slot.layout.turns else join
+        for program in (join.compile().as_text(), turn.compile().as_text()):
+            assert not any(name in program for name in ("all-to-all", "all-gather", "collective-permute")), slot.path
 
 
 def test_what_a_mesh_does_not_divide_is_named(tmp_path: Path) -> None:

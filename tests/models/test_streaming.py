@@ -33,11 +33,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_streams(directory: Path) -> None:
-    """Beyond the parameters, which a CPU holds there too, at most two of them are in anonymous memory."""
+    """Beyond the parameters, which a CPU holds there too: two on their way, each as stored, joined and turned."""
     with AnonymousPeak() as memory:
         checkpoint = models.load(directory, jnp.bfloat16)
     assert float(checkpoint.params["norm"]["scale"][0]) == 1
-    assert memory.growth - ALL < 2 * LARGEST + SLACK
+    assert memory.growth - ALL < 6 * LARGEST + SLACK
 
 
 def test_anonymous_memory_is_bounded(directory: Path) -> None:
