@@ -1,0 +1,210 @@
+"""The second kernel of Hopper decoding: the statistics of a pair's parts become outputs (eq. 33.4, 33.5 and 33.2).
+
+A program takes a few query rows of one pair. It reads several parts at once, since each alone is a few hundred bytes
+that take as long to come as many would.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gpu.hopper.attention_decode_config import DecodeCall, DecodeShape
+from pallas_kernels.gpu.hopper.attention_decode_work import div, rem
+from pallas_kernels.launch import cdiv
+
+LOG2E = math.log2(math.e)
+LANES = 128  # threads of a program
+
+
+def merge_parts(
+    call: DecodeCall, parts: Sequence[Array], real: Array | None, sinks: Array | None, dtype: Any
+) -> tuple[Array, ...]:
+    """Merge, and finalise unless the call is for statistics.
+
+    Args:
+      call: what is static.
+      parts: m, l [parts, rows], u [parts, rows, H]; first and last + 1 part [B * K] of every pair.
+      real: [B] int32, tokens that are real; None for all.
+      sinks: [N] float32, or None.
+      dtype: of the output.
+
+    Returns:
+      As `attention_decode.decode`.
+    """
+    shape = call.shape
+    m, l, u, first, end = parts
+    given = {"m": m, "l": l, "u": u.reshape(u.shape[0], -1), "first": first, "end": end, "real": real, "sinks": sinks}
+    given = {name: x for name, x in given.items() if x is not None}
+    heads, packed = (shape.B, shape.T, shape.N), (shape.B * shape.K, shape.rows * shape.H)
+    per_vector, vectors, _ = _sizes(call)
+    rows = shape.rows if per_vector > 1 else shape.T * shape.G
+    numbers = [jax.ShapeDtypeStruct(heads, jnp.float32)] * (2 if call.statistics else 1)
+    output, *numbers = plgpu.kernel(
+        functools.partial(_kernel, call, tuple(given)),
+        out_type=(
+            jax.ShapeDtypeStruct(
+                packed if per_vector > 1 else (*heads, shape.H), jnp.float32 if call.statistics else dtype
+            ),
+            *numbers,
+        ),
+        grid=(shape.B * shape.K, cdiv(rows, per_vector * vectors)),
+        grid_names=("pair", "rows"),
+        num_threads=1,
+        thread_name="group",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*given.values())
+    output = _unpack(shape, output) if per_vector > 1 else output
+    return (*numbers, output) if call.statistics else (output, *numbers)
+
+
+def _sizes(call: DecodeCall) -> tuple[int, int, int]:
+    """Rows in a vector, vectors of a program, parts read at once: many programs, each with enough to wait for."""
+    shape, config = call.shape, call.config
+    per_vector = max(1, LANES // shape.H)
+    pairs = shape.B * shape.K
+    at_once = min(config.merge_loads, cdiv(config.programs, pairs) + 1)
+    programs = pairs * shape.T * shape.G // per_vector
+    vectors = 1
+    while 2 * vectors * at_once <= config.merge_loads and programs // (2 * vectors) >= 8 * config.programs:
+        vectors *= 2
+    return per_vector, vectors, at_once
+
+
+def _kernel(call: DecodeCall, names: tuple[str, ...], *refs: Any) -> None:
+    given, outputs = dict(zip(names, refs, strict=False)), refs[len(names) :]
+    shape = call.shape
+    pair, chunk = lax.axis_index("pair"), lax.axis_index("rows")
+    b, k = div(pair, shape.K), rem(pair, shape.K)
+    per_vector, vectors, _ = _sizes(call)
+    index = [chunk * (per_vector * vectors) + i for i in range(per_vector * vectors)]
+    places = [_token_and_head(shape, i, packed=per_vector > 1) for i in index]
+    rows = [_packed_row(shape, t, g) for t, g in places]
+    m, l, u = _fold(call, given, pair, rows)
+
+    real = jnp.int32(shape.T) if "real" not in given else given["real"][b]
+    factors = []
+    for row_m, row_l, (t, g) in zip(m, l, places, strict=True):
+        inside = (t < shape.T) & (g < shape.G)
+        head = k * shape.G + jnp.minimum(g, shape.G - 1)
+        seen = (t < real) & (row_l != 0)  # true for NaN, which is to be seen
+        sink = given["sinks"][head] * LOG2E if "sinks" in given else None
+        factor, numbers = _statistics(row_m, row_l, seen) if call.statistics else _finish(row_m, row_l, seen, sink)
+        factors.append(factor)
+
+        @pl.when(inside)
+        def _(t: Array = t, head: Array = head, numbers: tuple[Array, ...] = numbers) -> None:
+            for ref, number in zip(outputs[1:], numbers, strict=True):
+                ref[b, t, head] = number
+
+    for v in range(vectors):
+        mine = _spread(call, factors[v * per_vector : (v + 1) * per_vector])
+        value = jnp.where(mine != 0, u[v] * mine, 0.0).astype(outputs[0].dtype)
+        if per_vector > 1:
+            outputs[0].at[pair, pl.ds(rows[v * per_vector] * shape.H, LANES)][...] = value
+            continue
+        t, g = places[v]
+
+        @pl.when((t < shape.T) & (g < shape.G))
+        def _(t: Array = t, g: Array = g, value: Array = value) -> None:
+            outputs[0].at[b, t, k * shape.G + g][...] = value
+
+
+def _token_and_head(shape: DecodeShape, index: Array, *, packed: bool) -> tuple[Array, Array]:
+    """Token and head of a row: of all packed ones, or of those alone that are no padding."""
+    inner_size = shape.stride if packed else shape.G if shape.heads_inside else shape.T
+    outer, inner = div(index, inner_size), rem(index, inner_size)
+    return (outer, inner) if shape.heads_inside else (inner, outer)
+
+
+def _packed_row(shape: DecodeShape, t: Array, g: Array) -> Array:
+    row = t * shape.stride + g if shape.heads_inside else g * shape.stride + t
+    return jnp.minimum(row, shape.rows - 1)
+
+
+def _layout(size: int) -> Any:
+    return plgpu.Layout.WG_STRIDED((size,), vec_size=size // LANES)
+
+
+def _spread(call: DecodeCall, numbers: Sequence[Array]) -> Array:
+    """One number for each row of a vector."""
+    size = max(LANES, call.shape.H)
+    lane = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=_layout(size))
+    x = jnp.broadcast_to(numbers[0], (size,))
+    for i, number in enumerate(numbers[1:], 1):
+        x = jnp.where(lane >= i * call.shape.H, jnp.broadcast_to(number, (size,)), x)
+    return x
+
+
+def _fold(call: DecodeCall, given: dict[str, Any], pair: Array, rows: Sequence[Array]) -> Any:
+    """m, l of each row and u of each vector over all parts of a pair."""
+    per_vector, vectors, at_once = _sizes(call)
+    H, size = call.shape.H, max(LANES, call.shape.H)
+    first, end = given["first"][pair], given["end"][pair]
+
+    def scale(u: Sequence[Array], factors: Sequence[Array]) -> list[Array]:
+        return [x * _spread(call, factors[v * per_vector : (v + 1) * per_vector]) for v, x in enumerate(u)]
+
+    def some(group: Array, carry: Any) -> Any:
+        m, l, u = carry
+        parts = [first + group * at_once + i for i in range(at_once)]
+        there = [jnp.minimum(part, end - 1) for part in parts]  # the last one again, with weight 0, past the end
+        values = [[given["u"][part, pl.ds(rows[v * per_vector] * H, size)] for v in range(vectors)] for part in there]
+        tops = [
+            [jnp.where(part < end, given["m"][i, row], -jnp.inf) for row in rows]
+            for part, i in zip(parts, there, strict=True)
+        ]
+        sums = [[given["l"][part, row] for row in rows] for part in there]
+        new_m = [functools.reduce(jnp.maximum, column, old) for old, *column in zip(m, *tops, strict=True)]
+        shift = [_finite(x) for x in new_m]
+        decay = [jnp.exp2(old - x) for old, x in zip(m, shift, strict=True)]
+        l, u = [x * d for x, d in zip(l, decay, strict=True)], scale(u, decay)
+        for top, total, value in zip(tops, sums, values, strict=True):
+            weights = [jnp.exp2(x - y) for x, y in zip(top, shift, strict=True)]
+            l = [x + w * y for x, w, y in zip(l, weights, total, strict=True)]
+            u = [x + y for x, y in zip(u, scale(value, weights), strict=True)]
+        return tuple(new_m), tuple(l), tuple(u)
+
+    number = functools.partial(jnp.full, (), dtype=jnp.float32)
+    zeros = plgpu.layout_cast(jnp.zeros((size,), jnp.float32), _layout(size))
+    start = (number(-jnp.inf),) * len(rows), (number(0),) * len(rows), (zeros,) * vectors
+    return lax.fori_loop(jnp.int32(0), div(end - first + (at_once - 1), at_once), some, start)
+
+
+def _finite(m: Array) -> Array:
+    """m, with 0 in place of -inf: any finite shift serves an empty row."""
+    return jnp.where(m == -jnp.inf, 0.0, m)
+
+
+def _statistics(m: Array, l: Array, seen: Array) -> tuple[Array, tuple[Array, ...]]:
+    """What u is multiplied by, and m and l."""
+    return jnp.where(seen, 1.0, 0.0), (jnp.where(seen, m / LOG2E, -jnp.inf), jnp.where(seen, l, 0.0))
+
+
+def _finish(m: Array, l: Array, seen: Array, sink: Array | None) -> tuple[Array, tuple[Array, ...]]:
+    """What u is multiplied by, and the log-normaliser; a sink (base 2) is one more key whose value is 0."""
+    shift = top = _finite(m)
+    total, some = jnp.where(seen, l, 0.0), seen
+    if sink is not None:
+        top = _finite(jnp.maximum(jnp.where(seen, m, -jnp.inf), sink))
+        total = jnp.where(seen, l * jnp.exp2(shift - top), 0.0) + jnp.exp2(sink - top)
+        some = total != 0
+    total = jnp.where(some, total, 1.0)
+    lse = jnp.where(some, (top + jnp.log2(total)) / LOG2E, -jnp.inf)
+    return jnp.where(seen, jnp.exp2(shift - top) / total, 0.0), (lse,)
+
+
+def _unpack(shape: DecodeShape, packed: Array) -> Array:
+    """Packed rows [B * K, rows * H] as [B, T, N, H]."""
+    rows = packed.reshape(shape.B, shape.K, shape.groups, shape.stride, shape.H)
+    if shape.heads_inside:
+        rows = jnp.moveaxis(rows[:, :, :, : shape.G], 1, 2)
+    else:
+        rows = jnp.transpose(rows[:, :, :, : shape.T], (0, 3, 1, 2, 4))
+    return rows.reshape(shape.B, shape.T, shape.N, shape.H)
