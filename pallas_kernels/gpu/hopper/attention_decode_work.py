@@ -1,9 +1,9 @@
 """How the blocks of a cache are shared out among the programs of the decode kernel, from the actual lengths.
 
-All blocks of all (batch row, key/value head) pairs lie in one line, which is cut into units; every program takes as many
-neighbouring ones. Where all rows are as long, a unit is an equal part of a pair, or a whole pair, so that as few pairs
-as possible have to be put together again. Rows of different lengths are cut wherever a program's share ends: a
-unit is a block then, and the blocks of a pair that fall into one program are one part.
+All blocks of all (batch row, key/value head) pairs lie in one line, which is cut into units, and every program takes
+as many neighbouring ones. Where all rows are as long, a unit is an equal part of a pair, or a whole pair, so that as
+few pairs as possible have to be put together again. Rows of different lengths are cut wherever a program's share ends:
+a unit is a block then, and the blocks of a pair that fall into one program are one part.
 """
 
 from collections.abc import Callable
