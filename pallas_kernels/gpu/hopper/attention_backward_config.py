@@ -1,0 +1,138 @@
+"""Launch settings of the Hopper attention backward: what is legal, a heuristic, and the candidates of a search."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+SHARED_BYTES = 227 * 1024  # of a thread block
+OVERHEAD = 2 * 1024  # barriers
+HEAD_SIZES = ((64, 64), (128, 64), (128, 128))  # (H, Hv)
+BLOCK_KV = 128  # keys of a thread block that sums dK and dV, 64 for each of its two warpgroups
+BLOCK_Q = 128  # queries of a thread block that sums dQ alone
+
+
+class BackwardShape(NamedTuple):
+    """Sizes of one launch, in the letters of `flashspec.dims`."""
+
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    Hv: int
+
+    @property
+    def G(self) -> int:
+        """Query heads of a key/value head."""
+        return self.N // self.K
+
+    @classmethod
+    def of(cls, query: Any, key: Any, value: Any) -> "BackwardShape":
+        B, T, N, H = query.shape
+        return cls(B, T, key.shape[1], N, key.shape[2], H, value.shape[3])
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """Launch settings.
+
+    Args:
+      block_q: queries that meet a block of keys at once, for dK and dV; 64 or 128.
+      stages: blocks of queries that are in shared memory at once.
+      block_kv: keys that meet a block of queries at once, where dQ has a kernel of its own; 64 or 128.
+      kv_stages: blocks of keys that are in shared memory at once there.
+      section: heads, over the batch, that are worked on together.
+      compute_registers, copy_registers: of a thread that computes, and of one that copies.
+    """
+
+    block_q: int = 64
+    stages: int = 2
+    block_kv: int = 128
+    kv_stages: int = 2
+    section: int = 8
+    compute_registers: int = 240
+    copy_registers: int = 24
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("stages", 1, 4), ("kv_stages", 1, 4), ("section", 1, 2**16)):
+            _check(name, getattr(self, name), range(low, high + 1), f"an integer in [{low}, {high}]")
+        for name in ("block_q", "block_kv"):
+            _check(name, getattr(self, name), (64, 128), "64 or 128")
+        for name in ("compute_registers", "copy_registers"):
+            _check(name, getattr(self, name), range(24, 257, 8), "a multiple of 8 in [24, 256]")
+        if 2 * self.compute_registers + self.copy_registers > 512:
+            raise ValueError(
+                "`compute_registers`: expected two times them and copy_registers to be at most 512, "
+                f"got {self.compute_registers} and {self.copy_registers}"
+            )
+
+
+def _check(name: str, value: Any, legal: Any, expected: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value not in legal:
+        raise ValueError(f"`{name}`: expected {expected}, got {value!r}")
+
+
+def key_block_bytes(shape: BackwardShape, config: BackwardConfig, *, fused: bool) -> int:
+    """Bytes of shared memory of a thread block that sums dK and dV, and with `fused` its part of dQ."""
+    keys = BLOCK_KV * (shape.H + shape.Hv) * 2
+    queries = config.stages * config.block_q * (2 * (shape.H + shape.Hv) + 2 * 4)
+    exchange = 2 * BLOCK_KV * config.block_q * 2 + config.block_q * shape.H * 4 if fused else 0
+    return keys + queries + exchange + OVERHEAD
+
+
+def query_block_bytes(shape: BackwardShape, config: BackwardConfig) -> int:
+    """Bytes of shared memory of a thread block that sums dQ alone."""
+    return (BLOCK_Q + config.kv_stages * config.block_kv) * (shape.H + shape.Hv) * 2 + OVERHEAD
+
+
+def config_refusals(shape: BackwardShape, config: BackwardConfig, *, deterministic: bool) -> tuple[str, ...]:
+    """Why these settings are not legal for a call; empty when they are."""
+    key_bytes = key_block_bytes(shape, config, fused=not deterministic)
+    query_bytes = query_block_bytes(shape, config) if deterministic else 0
+    # Per thread: both sums, and the scores and their gradient of one step.
+    registers = (shape.H + shape.Hv) // 2 + config.block_q
+    rules = (
+        (key_bytes > SHARED_BYTES, f"dK and dV: {key_bytes} bytes of shared memory are more than {SHARED_BYTES}"),
+        (query_bytes > SHARED_BYTES, f"dQ: {query_bytes} bytes of shared memory are more than {SHARED_BYTES}"),
+        (registers > 192, f"block_q = {config.block_q} does not fit the registers at H = {shape.H}"),
+        (
+            not deterministic and config.block_q == 64 and shape.H % 128 != 0,
+            f"block_q = 64 splits dQ over two warpgroups by columns of 64, which H = {shape.H} has not twice",
+        ),
+    )
+    return tuple(reason for refused, reason in rules if refused)
+
+
+def heuristic(shape: BackwardShape) -> BackwardConfig:
+    """Settings for a call: the largest blocks that fit the registers; sections of heads of about half the L2 cache."""
+    bytes_per_head = max(1, shape.T * (4 * shape.H + 2 * (shape.H + shape.Hv)) * shape.G)
+    section = max(1, min(64, 24 * 2**20 // bytes_per_head))
+    return BackwardConfig(block_q=128 if shape.H + shape.Hv <= 128 else 64, section=section)
+
+
+def candidates(shape: BackwardShape, *, deterministic: bool) -> tuple[BackwardConfig, ...]:
+    """Legal settings worth timing, the heuristic's first."""
+    first = heuristic(shape)
+    others = (
+        dataclasses.replace(
+            first, block_q=block_q, stages=stages, block_kv=block_kv, kv_stages=kv_stages, section=section
+        )
+        for block_q in (64, 128)
+        for stages in (2, 3)
+        for block_kv, kv_stages in (((128, 2), (64, 2), (64, 3)) if deterministic else ((128, 2),))
+        for section in sorted({first.section, 4, 16})
+    )
+    legal = (c for c in others if c != first and not config_refusals(shape, c, deterministic=deterministic))
+    return (first, *legal)
+
+
+def refusals(shape: BackwardShape, *, itemsize: int) -> tuple[str, ...]:
+    """Why the kernels cannot take a call; empty when they can."""
+    rules = (
+        (itemsize != 2, f"takes elements of two bytes (bfloat16, float16), not of {itemsize}"),
+        (
+            (shape.H, shape.Hv) not in HEAD_SIZES,
+            f"takes head sizes (H, Hv) of {HEAD_SIZES}, not ({shape.H}, {shape.Hv})",
+        ),
+    )
+    return tuple(reason for refused, reason in rules if refused)

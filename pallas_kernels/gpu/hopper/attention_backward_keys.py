@@ -1,0 +1,247 @@
+"""dK and dV on sm_90, one block of keys to a thread block, and with them that block's part of dQ.
+
+The block stays in shared memory while the queries that see it stream by. Two warpgroups own 64 keys each and work on
+transposed scores S^T = K Q^T, so that P^T and dS^T are in registers what the sums dV += P^T dO and dK += dS^T Q
+(eq. 33.7 and 33.8) take as their left factor. For dQ = dS K they exchange dS through shared memory, and the copy engine
+adds each part to a float32 array in device memory: five products for each pair of blocks where a kernel of its own for
+dQ makes it seven, at the price of sums whose order, hence last bits, differ from run to run.
+"""
+
+import functools
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gpu.hopper.attention_backward_config import BLOCK_KV, BackwardConfig
+from pallas_kernels.gpu.hopper.attention_backward_tile import Operands, Scores, hide, load_ids, visited
+from pallas_kernels.gpu.hopper.attention_tile import COLUMN, ROW, TILE, place, tiled
+from pallas_kernels.launch import cdiv
+
+WARPGROUPS = 2
+EXCHANGES = 2  # buffers of dS: one is read while the next is written
+
+
+class Block(NamedTuple):
+    """A thread block's keys, and the blocks [first, first + count) of queries that meet them, of each head."""
+
+    batch: Any
+    kv_head: Any
+    k_start: Any
+    row: Any
+    first: Any
+    count: Any
+
+
+class KeyBlocks:
+    """The program of one launch: static facts, and the two roles of its warpgroups.
+
+    Args:
+      scores: what is static about the call.
+      config: the launch settings.
+      dq: a reference to float32 [B, T, N, H], to which dQ / scale is added; None to leave dQ out.
+    """
+
+    def __init__(self, scores: Scores, config: BackwardConfig, dq: Any = None) -> None:
+        self.scores, self.config, self.shape = scores, config, scores.shape
+        self.dq, self.fused = dq, dq is not None
+        self.q_blocks = cdiv(self.shape.T, config.block_q)
+        self.kv_blocks = cdiv(self.shape.S, BLOCK_KV)
+        self.programs = self.shape.B * self.shape.K * self.kv_blocks
+        # A warpgroup's share of a block of dQ: its queries, or half of the columns.
+        self.by_rows = config.block_q == WARPGROUPS * TILE
+
+    def scratch(self, dtype: Any) -> dict[str, Any]:
+        """Shared memory and barriers."""
+        c, s = self.config, self.shape
+        ring = functools.partial(plgpu.Barrier, num_barriers=c.stages)
+        buffers = {
+            "k_smem": tiled((BLOCK_KV, s.H), dtype),
+            "v_smem": tiled((BLOCK_KV, s.Hv), dtype),
+            "q_smem": tiled((c.stages, c.block_q, s.H), dtype),
+            "do_smem": tiled((c.stages, c.block_q, s.Hv), dtype),
+            "lse_smem": plgpu.SMEM((c.stages, c.block_q), jnp.float32),
+            "delta_smem": plgpu.SMEM((c.stages, c.block_q), jnp.float32),
+            "kv_full": plgpu.Barrier(num_arrivals=2),
+            "q_full": ring(num_arrivals=2),
+            "do_full": ring(num_arrivals=2),
+            "q_free": ring(num_arrivals=WARPGROUPS),
+            "do_free": ring(num_arrivals=WARPGROUPS),
+        }
+        if self.fused:
+            buffers["ds_smem"] = tiled((EXCHANGES, BLOCK_KV, c.block_q), dtype)
+            buffers["dq_smem"] = tiled((WARPGROUPS, *self.dq_share), jnp.float32)
+            buffers["exchanged"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
+        return buffers
+
+    @property
+    def dq_share(self) -> tuple[int, int]:
+        """Shape of a warpgroup's share of a block of dQ."""
+        return (TILE, self.shape.H) if self.by_rows else (self.config.block_q, self.shape.H // WARPGROUPS)
+
+    def body(self, operands: Operands, outputs: tuple[Any, ...], scratch: dict[str, Any]) -> None:
+        """The kernel; dK and dV are its outputs."""
+        self.gmem, (self.dk, self.dv) = operands, outputs
+        self.chip: Any = SimpleNamespace(**scratch)
+        block = self._block(lax.axis_index("program"))
+        warpgroup = lax.axis_index("warpgroup")
+        # A branch for each warpgroup: addresses in shared memory are then constants, and do not take registers.
+        for w in range(WARPGROUPS):
+            pl.when(warpgroup == w)(functools.partial(self._compute, block, w))
+        pl.when(warpgroup == WARPGROUPS)(functools.partial(self._copy, block))
+
+    def _block(self, index: Any) -> Block:
+        s, mask = self.shape, self.scores.mask
+        head, block = place(index, s.B * s.K, self.kv_blocks, max(1, self.config.section // s.G))
+        batch = lax.div(head, s.K)
+        row = mask.row(self.gmem.bounds, batch)
+        begin, end = mask.visible_queries(row, block * BLOCK_KV, BLOCK_KV)
+        ranges = None if self.gmem.kv_ranges is None else [self.gmem.kv_ranges[batch, block, i] for i in range(2)]
+        first, end = visited(begin, end, ranges, self.config.block_q, self.q_blocks)
+        return Block(batch, lax.rem(head, s.K), block * BLOCK_KV, row, first, end - first)
+
+    def _queries(self, block: Block, i: Any) -> tuple[Any, Any]:
+        """(head, index of the first query) of a step."""
+        if self.shape.G == 1:
+            return block.kv_head, (block.first + i) * self.config.block_q
+        member = lax.div(i, block.count)
+        start = (block.first + i - member * block.count) * self.config.block_q
+        return block.kv_head * self.shape.G + member, start
+
+    def _copy(self, block: Block) -> None:
+        """The memory warpgroup: K and V once, then blocks of queries as stages become free."""
+        plgpu.set_max_registers(self.config.copy_registers, action="decrease")
+        gmem, keys = self.gmem, pl.ds(block.k_start, BLOCK_KV)
+        plgpu.copy_gmem_to_smem(gmem.key.at[block.batch, keys, block.kv_head], self.chip.k_smem, self.chip.kv_full)
+        plgpu.copy_gmem_to_smem(gmem.value.at[block.batch, keys, block.kv_head], self.chip.v_smem, self.chip.kv_full)
+
+        def step(i: Any, _: None) -> None:
+            head, q_start = self._queries(block, i)
+            slot, rows = lax.rem(i, self.config.stages), pl.ds(q_start, self.config.block_q)
+            for names in (("q", "query", "lse"), ("do", "output_gradient", "delta")):
+                ring, matrix, vector = names
+                full = getattr(self.chip, f"{ring}_full").at[slot]
+                free = getattr(self.chip, f"{ring}_free").at[slot]
+                pl.when(i >= self.config.stages)(functools.partial(plgpu.barrier_wait, free))
+                source = getattr(gmem, matrix).at[block.batch, rows, head]
+                plgpu.copy_gmem_to_smem(source, getattr(self.chip, f"{ring}_smem").at[slot], full)
+                source = getattr(gmem, vector).at[block.batch, head, rows]
+                plgpu.copy_gmem_to_smem(source, getattr(self.chip, f"{vector}_smem").at[slot], full)
+
+        lax.fori_loop(0, block.count * self.shape.G, step, None)
+
+    def _compute(self, block: Block, w: int) -> None:
+        """A compute warpgroup: the sums of its 64 keys."""
+        plgpu.set_max_registers(self.config.compute_registers, action="increase")
+        s, mine = self.shape, pl.ds(w * TILE, TILE)
+        plgpu.barrier_wait(self.chip.kv_full)
+
+        def sums(dk: Any, dv: Any) -> tuple[Any, Any]:
+            step = functools.partial(self._step, block, w, dk, dv)
+            lax.fori_loop(0, block.count * s.G, lambda i, _: step(i), None)
+            plgpu.wgmma_wait(0)
+            return dk[...], dv[...]
+
+        dk, dv = pl.run_scoped(sums, plgpu.ACC((TILE, s.H), jnp.float32), plgpu.ACC((TILE, s.Hv), jnp.float32))
+        if self.fused:
+            self._meet()  # The other warpgroup multiplies by all of K.
+        dtype = self.chip.k_smem.dtype
+        self.chip.k_smem[mine] = (dk * self.scores.scale).astype(dtype)
+        self.chip.v_smem[mine] = dv.astype(dtype)
+        plgpu.commit_smem()
+        rows = pl.ds(block.k_start + w * TILE, TILE)
+        plgpu.copy_smem_to_gmem(self.chip.k_smem.at[mine], self.dk.at[block.batch, rows, block.kv_head])
+        plgpu.copy_smem_to_gmem(self.chip.v_smem.at[mine], self.dv.at[block.batch, rows, block.kv_head])
+        plgpu.wait_smem_to_gmem(0)
+
+    def _step(self, block: Block, w: int, dk: Any, dv: Any, i: Any) -> None:
+        """One block of queries: S, dP, dV, dQ, dK are issued in this order, and each waited for as late as can be."""
+        slot, mine = lax.rem(i, self.config.stages), pl.ds(w * TILE, TILE)
+        head, q_start = self._queries(block, i)
+        q, do = self.chip.q_smem.at[slot], self.chip.do_smem.at[slot]
+        p, ds = self._tile(block, w, slot, q_start)
+        plgpu.wgmma(dv, p, do)
+        if self.fused:
+            exchange = lax.rem(i, EXCHANGES)
+            self.chip.ds_smem.at[exchange][mine] = ds
+            plgpu.commit_smem()
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dq_smem is free before the warpgroups meet.
+            self._meet()
+
+        def products(dq: Any) -> None:
+            if self.fused:
+                ds_smem, k = self.chip.ds_smem.at[exchange], self.chip.k_smem
+                ds_smem, k = (ds_smem.at[:, mine], k) if self.by_rows else (ds_smem, k.at[:, self._columns(w)])
+                plgpu.wgmma(dq, ds_smem.transpose((1, 0)), k)
+                plgpu.wgmma_wait(1)
+                plgpu.barrier_arrive(self.chip.do_free.at[slot])
+            plgpu.wgmma(dk, ds, q)
+            if self.fused:
+                self._add(block, w, head, q_start, plgpu.wgmma_accumulator_load(dq, wait_n=1))
+            else:
+                plgpu.wgmma_wait(1)
+                plgpu.barrier_arrive(self.chip.do_free.at[slot])
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(self.chip.q_free.at[slot])
+
+        if self.fused:
+            pl.run_scoped(products, plgpu.ACC(self.dq_share, jnp.float32))
+        else:
+            products(None)
+
+    def _tile(self, block: Block, w: int, slot: Any, q_start: Any) -> tuple[Any, Any]:
+        """P^T and dS^T = P^T (dP^T - delta) (eq. 33.8) of a warpgroup's keys, in the dtype of the operands."""
+        shape, mine = (TILE, self.config.block_q), pl.ds(w * TILE, TILE)
+        dtype = self.chip.k_smem.dtype
+
+        def gradients(s: Any, dp: Any) -> tuple[Any, Any]:
+            plgpu.barrier_wait(self.chip.q_full.at[slot])
+            plgpu.wgmma(s, self.chip.k_smem.at[mine], self.chip.q_smem.at[slot].transpose((1, 0)))
+            plgpu.barrier_wait(self.chip.do_full.at[slot])
+            plgpu.wgmma(dp, self.chip.v_smem.at[mine], self.chip.do_smem.at[slot].transpose((1, 0)))
+            lse = plgpu.load(self.chip.lse_smem.at[slot], layout=COLUMN)
+            p, slope = self.scores.weights(plgpu.wgmma_accumulator_load(s, wait_n=1), lse, 1)
+            p = self._hide(p, block, block.k_start + w * TILE, q_start)
+            p_gradient = p if slope is None else p * slope
+            delta = lax.broadcast_in_dim(plgpu.load(self.chip.delta_smem.at[slot], layout=COLUMN), shape, [1])
+            ds = p_gradient * (plgpu.wgmma_accumulator_load(dp, wait_n=0) - delta)
+            return p.astype(dtype), ds.astype(dtype)
+
+        return pl.run_scoped(gradients, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+
+    def _hide(self, p: Any, block: Block, k_start: Any, q_start: Any) -> Any:
+        """P^T with 0 for hidden pairs; a block of which every pair is visible pays one comparison."""
+        if self.scores.unmasked(BLOCK_KV):
+            return p
+        begin, end = self.scores.mask.full_queries(block.row, k_start, TILE)
+        if self.scores.mask.segments:
+            ranges = [self.gmem.kv_ranges[block.batch, lax.div(k_start, BLOCK_KV), i] for i in (2, 3)]
+            begin, end = jnp.maximum(begin, ranges[0]), jnp.minimum(end, ranges[1])
+
+        def hidden() -> Any:
+            span = self.scores.queries_of_keys(block.row, k_start, TILE)
+            row_ids = load_ids(self.gmem.kv_ids, block.batch, k_start, TILE, ROW)
+            column_ids = load_ids(self.gmem.q_ids, block.batch, q_start, self.config.block_q, COLUMN)
+            return hide(p, span, q_start, row_ids, column_ids)
+
+        return lax.cond((q_start < begin) | (q_start + self.config.block_q > end), hidden, lambda: p)
+
+    def _add(self, block: Block, w: int, head: Any, q_start: Any, dq: Any) -> None:
+        """Add a warpgroup's share of a block of dQ to device memory; what lies past T is cut off by the copy."""
+        self.chip.dq_smem.at[w][...] = dq
+        plgpu.commit_smem()
+        if self.by_rows:
+            target = self.dq.at[block.batch, pl.ds(q_start + w * TILE, TILE), head]
+        else:
+            target = self.dq.at[block.batch, pl.ds(q_start, self.config.block_q), head, self._columns(w)]
+        plgpu.copy_smem_to_gmem(self.chip.dq_smem.at[w], target, reduction_op="add")
+
+    def _columns(self, w: int) -> Any:
+        return pl.ds(w * self.dq_share[1], self.dq_share[1])
+
+    def _meet(self) -> None:
+        plgpu.barrier_arrive(self.chip.exchanged)
+        plgpu.barrier_wait(self.chip.exchanged)
