@@ -258,7 +258,10 @@ def time_two_uses(job: Job, repeats: int) -> None:
     job.table("two_uses", f"An intermediate [{rows}, {outputs}] with two uses", columns, table)
     values = {"speed_ratio": ratio, "spread": list(spread)}
     job.record("two uses", settings={"rows": rows}, check=check.what, values=values, **times.timings["kept"].fields())
-    job.claim(f"fusing an intermediate into both of its uses loses: keeping it is {ratio:.3g} times as fast", ratio > 1)
+    if not job.smoke:  # there it takes microseconds, which a busy machine can turn around
+        job.claim(
+            f"fusing an intermediate into both of its uses loses: keeping it is {ratio:.3g} times as fast", ratio > 1
+        )
     job.reaches(
         "fusion", f"an intermediate with two uses: keeping it is {ratio:.3g} times as fast as fusing it into both"
     )

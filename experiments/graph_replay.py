@@ -38,9 +38,8 @@ def run(job: Job) -> None:
     """Time the step, then stop loops of it by a shape, by a traced value and by a host read."""
     args = job.args
     layers, budget, repeats = (1, 8, 1) if job.smoke else (args.layers, args.steps, args.repeats)
-    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    pair = load_pair(dtype=dtype, layers=layers)
-    decoder = prepare(pair, bundled_prompts()[0], budget)
+    # In float32, since programs that fuse differently round 16 bits differently, and a near tie is another token.
+    decoder = prepare(load_pair(layers=layers), bundled_prompts()[0], budget)
     if jax.default_backend() != "gpu":
         job.say("This device has no command buffers and no device clock: what they save needs a GPU.")
     time_step(job, decoder, repeats)

@@ -37,7 +37,7 @@ TIME = "3 minutes on 2 CPU cores, 5 on an H200"
 
 LONGEST = 512  # positions that the bundled model was trained for
 TILE = 8  # optimal bounds are multiples of this
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}  # of a log-probability, between programs of different shape
+TOLERANCE = 1e-3  # of a log-probability in float32, between programs of different shape
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,8 +65,7 @@ class Policy:
 
 def run(job: Job) -> None:
     """Collect the lengths, choose buckets, serve a sample by each choice, and settle the accounts."""
-    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    pair = load_pair(dtype=dtype, layers=1 if job.smoke else job.args.layers)
+    pair = load_pair(layers=1 if job.smoke else job.args.layers)
     tokens = encode(pair, list(library_functions(documents(job))))
     counts = Counter(len(ids) for ids in tokens if len(ids) <= LONGEST)
     requests = sample(tokens, 4 if job.smoke else job.args.requests, job.seed)
@@ -185,7 +184,6 @@ def compare_padding(job: Job, policies: Sequence[Policy], counts: Counter[int]) 
 def measure(job: Job, policies: Sequence[Policy], pair: Pair, requests: Sequence[np.ndarray]) -> Interleaved:
     """Serve the sample by every policy in turn, beside the check that they give the same log-probabilities."""
     served = {policy.name: policy.serve(pair.target_params, requests) for policy in policies}
-    limit = TOLERANCE[np.dtype(pair.dtype).name]
 
     def agree() -> bool:
         exact = served[policies[0].name]
@@ -194,9 +192,9 @@ def measure(job: Job, policies: Sequence[Policy], pair: Pair, requests: Sequence
             for policy in policies[1:]
             for one, other in zip(served[policy.name], exact, strict=True)
         ]
-        return bool(np.all(np.asarray(gaps) <= limit))
+        return bool(np.all(np.asarray(gaps) <= TOLERANCE))
 
-    check = checked(f"log-probabilities within {limit} of those of programs without padding", agree)
+    check = checked(f"log-probabilities within {TOLERANCE} of those of programs without padding", agree)
     job.claim(check.what, check.passed)
     for policy in policies[1:]:
         almost_full = np.resize(requests[0], policy.buckets.bounds[-1] - 1)
