@@ -228,10 +228,11 @@ def compare_speed(job: Job, policies: Sequence[Policy], times: Interleaved, requ
                "compile + once, s"]  # fmt: skip
     job.table("speed", f"{len(requests)} requests, {total} tokens, one at a time", columns, rows)
     spent = {policy.name: row[-1] for policy, row in zip(policies, rows, strict=True)}
-    job.claim(
-        "with buckets the sample is served sooner, compilation included",
-        min(spent, key=lambda name: spent[name]) != base,
-    )
+    if not job.smoke:
+        job.claim(
+            "with buckets the sample is served sooner, compilation included",
+            min(spent, key=lambda name: spent[name]) != base,
+        )
     best = policies[2]
     job.reaches(
         "shape buckets",
