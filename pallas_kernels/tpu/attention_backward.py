@@ -40,6 +40,7 @@ from pallas_kernels.tpu.attention_tile import (
     PLAIN,
     Refs,
     Tile,
+    bias_of,
     cleaned,
     kept_pairs,
     log2_scores,
@@ -193,7 +194,7 @@ def _add(
     head: Array,
 ) -> None:
     """Add the shares of one tile to all gradients."""
-    scores, squashed = log2_scores(call, refs, tile, products[0])
+    scores, squashed = log2_scores(call, products[0], bias_of(refs, tile))
     P, G_P = jnp.exp2(scores - refs["shift"][0, 0, :, tile.q_slice]), products[1]
     query, key = refs["query"][0, 0, tile.q_slice], refs["key"][0, 0, tile.k_slice]
     kept = P

@@ -35,6 +35,7 @@ from pallas_kernels.tpu.attention_tile import (
     PLAIN,
     Refs,
     Tile,
+    bias_of,
     cleaned,
     kept_pairs,
     lanes,
@@ -165,7 +166,7 @@ def _fold(
     head: Array,
 ) -> None:
     """Fold one tile into the statistics of its queries (eq. 33.4 and 33.5)."""
-    scores, _ = log2_scores(call, refs, tile, products)
+    scores, _ = log2_scores(call, products, bias_of(refs, tile))
     value = refs["value"][0, 0, tile.k_slice]
     if masked:
         visible = visible_pairs(call, refs, tile)

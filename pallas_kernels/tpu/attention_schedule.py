@@ -66,7 +66,7 @@ def steps_by_query(
 ) -> jax.Array:
     """Steps with query blocks outside and key blocks inside: int32 [B|1, steps]; arguments as `block_visibility`."""
     visibility = block_visibility(call, structure, sizes, blocks)
-    return _steps(visibility.visible, visibility.full)
+    return packed_steps(visibility.visible, visibility.full)
 
 
 def steps_by_key(
@@ -74,7 +74,7 @@ def steps_by_key(
 ) -> jax.Array:
     """Steps with key blocks outside and query blocks inside: int32 [B|1, steps]; arguments as `block_visibility`."""
     visibility = block_visibility(call, structure, sizes, blocks)
-    return _steps(*(x.swapaxes(1, 2) for x in visibility))
+    return packed_steps(*(x.swapaxes(1, 2) for x in visibility))
 
 
 def block_visibility(
@@ -159,7 +159,7 @@ def _in_blocks(x: jax.Array, axis: int, block: int, padding: jax.Array) -> jax.A
     return x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :])
 
 
-def _steps(visible: Any, full: Any) -> jax.Array:
+def packed_steps(visible: Any, full: Any) -> jax.Array:
     """Packed steps [B|1, steps] from bool [B|1, outer, inner]. Every outer block has a step, be it to write zeros."""
     lib: Any = np if isinstance(visible, np.ndarray) else jnp
     rows, _, inner = visible.shape

@@ -72,14 +72,18 @@ def product(a: Array, b: Array, dimensions: Any) -> Array:
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def log2_scores(call: AttentionCall, refs: Refs, tile: Tile, products: Array) -> tuple[Array, Array | None]:
+def bias_of(refs: Refs, tile: Tile) -> Array | None:
+    """The bias of a tile in float32, None where there is none."""
+    return _pairs(refs["bias"], tile).astype(jnp.float32) if "bias" in refs else None
+
+
+def log2_scores(call: AttentionCall, products: Array, bias: Array | None = None) -> tuple[Array, Array | None]:
     """Scores times log2(e), so that exp is exp2; with a soft cap also c tanh(score / c) / c, for its slope."""
-    bias = refs.get("bias")
     if bias is None and call.soft_cap is None:
         return products * (call.scale * LOG2_E), None
     scores = products * call.scale
     if bias is not None:
-        scores = scores + _pairs(bias, tile).astype(jnp.float32)
+        scores = scores + bias
     if call.soft_cap is None:
         return scores * LOG2_E, None
     squashed = jnp.tanh(scores / call.soft_cap)
@@ -107,7 +111,7 @@ def visible_pairs(call: AttentionCall, refs: Refs, tile: Tile) -> Array:
     if "mask" in refs:
         visible &= _pairs(refs["mask"], tile).astype(jnp.int32) != 0
     if "bias" in refs:
-        visible &= _pairs(refs["bias"], tile).astype(jnp.float32) != -jnp.inf
+        visible &= bias_of(refs, tile) != -jnp.inf
     return visible
 
 
