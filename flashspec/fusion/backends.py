@@ -24,8 +24,8 @@ class Backend:
     Args:
       name: what callers select it by.
       supports: reasons why it cannot run a request, forward and backward; pure, and empty when it can.
-      compute: the call itself, differentiable; None where nothing is built in.
-      backward: the name of what runs in the backward.
+      compute: the call itself; None where nothing is built in.
+      backward: the name of what runs in the backward; its own where `compute` differentiates itself.
       config: launch settings for a request, for the plan.
     """
 
@@ -89,11 +89,11 @@ def scope(name: str) -> str:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _execute(request: EpilogueRequest, name: str, operands: EpilogueOperands) -> jax.Array:
-    compute: Any = BACKENDS[name].compute
+    compute = _differentiable(request, BACKENDS[name])
 
     def call(operands: EpilogueOperands) -> jax.Array:
         with jax.named_scope(scope(name)):
-            return compute(request, operands)
+            return compute(operands)
 
     mesh = jax.typeof(operands.x).sharding.mesh
     if not mesh.explicit_axes:
@@ -102,6 +102,27 @@ def _execute(request: EpilogueRequest, name: str, operands: EpilogueOperands) ->
     with jax.sharding.use_abstract_mesh(mesh):
         auto = jax.sharding.auto_axes(call, axes=mesh.explicit_axes, out_sharding=_result_spec(operands))
         return auto(operands)
+
+
+def _differentiable(request: EpilogueRequest, backend: Backend) -> Callable[[EpilogueOperands], jax.Array]:
+    """The call with the backward that the backend names; another's computes the products again."""
+    compute: Any = backend.compute
+    if backend.backward == backend.name:
+        return functools.partial(compute, request)
+    other: Any = BACKENDS[backend.backward].compute
+
+    @jax.custom_vjp
+    def call(operands: EpilogueOperands) -> jax.Array:
+        return compute(request, operands)
+
+    def forward(operands: EpilogueOperands) -> tuple[jax.Array, EpilogueOperands]:
+        return call(operands), operands
+
+    def backward(operands: EpilogueOperands, gradient: jax.Array) -> Any:
+        return jax.vjp(functools.partial(other, request), operands)[1](gradient)
+
+    call.defvjp(forward, backward)
+    return call
 
 
 def _result_spec(operands: EpilogueOperands) -> PartitionSpec:

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flashspec.fusion import matmul_epilogue, plan_matmul_epilogue, xla
+from flashspec.fusion import backends, matmul_epilogue, plan_matmul_epilogue, xla
 from flashspec.fusion.request import make_request
 from tests.mutants import mutant
 
@@ -263,6 +263,29 @@ def test_the_plan_counts_work():
     text = str(plan)
     assert "forward xla, backward xla" in text
     assert "rejected hopper: this version has no Hopper kernel" in text
+
+
+def opaque(request, operands):
+    """A forward as a kernel is: nothing differentiates through it."""
+    return jax.lax.stop_gradient(xla.xla_epilogue(request, operands))
+
+
+def test_a_kernel_without_a_backward_gets_the_one_that_it_names(monkeypatch):
+    """Named in the plan, and with the gradients of "xla"; without a name of another, as a control, they would be 0."""
+    made = operands(("bias", "residual"), "float32")
+    for name, backward in (("opaque", "xla"), ("opaque, alone", "opaque, alone")):
+        backend = backends.Backend(name, lambda request: (), opaque, backward=backward)
+        monkeypatch.setitem(backends.BACKENDS, name, backend)
+    options = {"activation": "silu", "implementation": "opaque"}
+    plan = call(made, plan_matmul_epilogue, **options)
+    assert (plan.forward, plan.backward) == ("opaque", "xla")
+    assert_rounded_once(call(made, **options), made, "silu")
+    want = jax.grad(functools.partial(loss, activation="silu", implementation="xla"))(made)
+    assert_close(jax.grad(functools.partial(loss, **options))(made), want, 1e-6)
+    with pytest.raises(AssertionError):
+        assert_close(
+            jax.grad(functools.partial(loss, **options | {"implementation": "opaque, alone"}))(made), want, 1e-6
+        )
 
 
 @pytest.mark.parametrize("name", ["hopper", "tpu"])
