@@ -8,7 +8,7 @@ followed byte by byte with a small automaton for each string, and once one is co
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -19,6 +19,7 @@ import experiments
 from flashspec import Generation, NgramDrafter, SamplingParams, generate, models
 
 MODEL = Path(experiments.__file__).parent / "pair" / "draft"
+Processor = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 END = 0  # the bundled tokenizer's `<|file|>`
 
 
@@ -82,7 +83,7 @@ def penalised(logits: jax.Array, tokens: jax.Array, lengths: jax.Array, penalty:
     return jnp.where(present, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def make_processor(stops: Sequence[str], pieces: Sequence[bytes], penalty: float):
+def make_processor(stops: Sequence[str], pieces: Sequence[bytes], penalty: float) -> Processor:
     """After a stop string only END, before it a repetition penalty. Make it once: programs are kept per processor."""
     automata = [automaton(stop, pieces) for stop in stops]
     only_end = jnp.where(jnp.arange(len(pieces)) == END, 0.0, -jnp.inf)[None, :]
@@ -96,8 +97,7 @@ def make_processor(stops: Sequence[str], pieces: Sequence[bytes], penalty: float
 
 def main(stops: Sequence[str] = ("\n\n", "return")) -> tuple[list[str], Generation]:
     """Speculative sampling that ends with a stop string; the texts without prompt and end token, and the result."""
-    bundled = models.load(MODEL, jnp.float32)
-    tokenizer = bundled.tokenizer
+    bundled, tokenizer = models.load(MODEL, jnp.float32), models.Tokenizer.load(MODEL / "tokenizer.json")
     pieces = [text.encode() for text in tokenizer.decode(np.arange(bundled.config.vocab_size)[:, None])]
     tokens, lengths = tokenizer.encode(["def add(a, b):\n    ", "import os\n", "class Node:\n    "])
     result = generate(
