@@ -113,7 +113,9 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options that all experiments share, and how many run at once."""
     parser = argparse.ArgumentParser(
-        prog="python -m experiments all", description=__doc__.partition(": ")[2], allow_abbrev=False
+        prog="python -m experiments all",
+        description="Run every experiment in a process of its own; OUT/index.md is one index of their reports.",
+        allow_abbrev=False,
     )
     registry.add_shared_options(parser)
     parser.add_argument("--jobs", type=int, help="experiments at once (default: 2 for --smoke on a CPU, else 1)")

@@ -4,7 +4,8 @@ A processor changes the logits of a position given the tokens before it. It is a
 confirmed prefix plus the drafts before the position, so speculation stays exact for the law that it makes.
 
 A stop *string* is no token: "\\n\\n" may come as one token, as two, or as the end of a longer one. So the text is
-followed byte by byte with a small automaton for each string, and once one is complete only the end token is left.
+followed byte by byte with a small automaton for each string, and once one is complete only the end token is left. (The
+bytes are those of the token's own text; one that is part of a character has none, so stop strings should be ASCII.)
 """
 
 import dataclasses
