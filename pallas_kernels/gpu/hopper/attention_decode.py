@@ -76,7 +76,7 @@ def _grouped(shape: DecodeShape, query: Array) -> Array:
 class _Scratch(NamedTuple):
     """What a program keeps in shared memory."""
 
-    query_or_sums: Any  # the query of a part, and after its last block u, half its columns at a time
+    query_or_sums: Any  # [buffers, ...] the query of a part, and after its last block u, half its columns at a time
     key: Any  # [stages, block_keys, H]
     value: Any
     query_ready: Any  # barriers
@@ -87,18 +87,18 @@ class _Scratch(NamedTuple):
 
 
 def _scratch(call: DecodeCall, dtype: Any) -> _Scratch:
-    shape, stages = call.shape, call.config.stages
+    shape, stages, buffers = call.shape, call.config.stages, call.config.query_buffers
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
     rows, blocks = shape.tiles * TILE, (stages, call.config.block_keys, shape.H)
     pieces = call.config.block_keys // _piece(call)
     return _Scratch(
         plgpu.RefUnion(
-            plgpu.SMEM((rows, shape.H), dtype, transforms=transforms),
-            plgpu.SMEM((rows, shape.H // 2), jnp.float32),
+            plgpu.SMEM((buffers, rows, shape.H), dtype, transforms=transforms),
+            plgpu.SMEM((buffers, rows, shape.H // 2), jnp.float32),
         ),
         plgpu.SMEM(blocks, dtype, transforms=transforms),
         plgpu.SMEM(blocks, dtype, transforms=transforms),
-        plgpu.Barrier(num_arrivals=shape.groups),
+        plgpu.Barrier(num_arrivals=shape.groups, num_barriers=buffers),
         plgpu.Barrier(num_arrivals=shape.tiles),
         plgpu.Barrier(num_arrivals=pieces, num_barriers=stages),
         plgpu.Barrier(num_arrivals=pieces, num_barriers=stages),
@@ -125,15 +125,20 @@ def _kernel(call: DecodeCall, names: tuple[str, ...], *refs: Any) -> None:
     def part(carry: Any) -> Any:
         done, index, place, ahead = carry
         blocks = share.run(place, done)
-        copies.query(place, index)
+        following = work.after(place, blocks)
+        if call.config.query_buffers > 1:
+            copies.query(following, index + 1, done + blocks)
+        plgpu.barrier_wait(scratch.query_ready.at[copies.buffer(index)])
         rows = _Rows(call, given, work, place, group)
-        m, l, u, ahead = _attend(rows, scratch, copies, done, blocks, ahead)
-        _store(outputs, scratch, call, group, share.part + index, m, l, u)
+        query, sums = (ref.at[copies.buffer(index)] for ref in scratch.query_or_sums)
+        m, l, u, ahead = _attend(rows, query, scratch, copies, done, blocks, ahead)
+        _store(outputs, sums, call, group, share.part + index, m, l, u)
         _note_parts(outputs, call, place, blocks, share.part + index)
-        if call.shape.tiles > 1:
-            plgpu.barrier_arrive(scratch.query_free)
-        return done + blocks, index + 1, work.after(place, blocks), ahead
+        if call.config.query_buffers == 1:
+            copies.query(following, index + 1, done + blocks)
+        return done + blocks, index + 1, following, ahead
 
+    copies.query(share.start, zero, zero)
     carry = zero, zero, share.start, copies.begin(share.start)
     lax.while_loop(lambda carry: carry[0] < share.blocks, part, carry)
     plgpu.wait_smem_to_gmem(0)
@@ -147,14 +152,20 @@ class _Copies(NamedTuple):
     scratch: _Scratch
     work: Work
     group: Array
-    count: Array  # blocks of the program
+    blocks: Array  # of the program
 
-    def query(self, place: Place, index: Array) -> None:
-        """Wait for the packed query rows of a part, the `index`-th of the program."""
+    def buffer(self, index: Array) -> Array:
+        """Where the query of the `index`-th part of the program lies."""
+        return rem(index, self.call.config.query_buffers)
+
+    def query(self, place: Place, index: Array, done: Array) -> None:
+        """Start the copy of the packed query rows of the `index`-th part, before which there are `done` blocks."""
         shape, scratch = self.call.shape, self.scratch
-        target, _ = scratch.query_or_sums
+        target, ready = scratch.query_or_sums[0].at[self.buffer(index)], scratch.query_ready.at[self.buffer(index)]
+        if shape.tiles > 1:
+            pl.when(index > 0)(lambda: plgpu.barrier_arrive(scratch.query_free))
 
-        @pl.when(self.group == 0)
+        @pl.when((self.group == 0) & (done < self.blocks))
         def _() -> None:
             if shape.tiles > 1:
                 pl.when(index > 0)(lambda: plgpu.barrier_wait(scratch.query_free))
@@ -162,9 +173,7 @@ class _Copies(NamedTuple):
             for i in range(shape.groups):
                 at = (i, place.k, inner) if shape.heads_inside else (inner, place.k, i)
                 rows = target.at[pl.ds(i * shape.stride, shape.stride)]
-                plgpu.copy_gmem_to_smem(self.given["query"].at[(place.b, *at)], rows, scratch.query_ready)
-
-        plgpu.barrier_wait(scratch.query_ready)
+                plgpu.copy_gmem_to_smem(self.given["query"].at[(place.b, *at)], rows, ready)
 
     def begin(self, start: Place) -> tuple[Place, tuple[Array, ...]]:
         """Fill all stages; returns the block that follows and its pages."""
@@ -177,7 +186,7 @@ class _Copies(NamedTuple):
         """Start the copy of block `index` of the program, and move on."""
         place, pages = ahead
 
-        @pl.when((self.group == 0) & (index < self.count))
+        @pl.when((self.group == 0) & (index < self.blocks))
         def _() -> None:
             self._copy(place, pages, rem(index, self.call.config.stages))
 
@@ -191,7 +200,7 @@ class _Copies(NamedTuple):
             consumed = self.scratch.consumed.at[rem(index, stages)]
             plgpu.barrier_arrive(consumed)
 
-            @pl.when((self.group == 0) & (index + stages < self.count))
+            @pl.when((self.group == 0) & (index + stages < self.blocks))
             def _() -> None:
                 plgpu.barrier_wait(consumed)
 
@@ -289,12 +298,11 @@ def _down(columns: Array, shape: tuple[int, ...]) -> Array:
     return lax.broadcast_in_dim(columns, shape, (1,))
 
 
-def _attend(rows: _Rows, scratch: _Scratch, copies: _Copies, done: Array, blocks: Array, ahead: Any) -> Any:
+def _attend(rows: _Rows, query: Any, scratch: _Scratch, copies: _Copies, done: Array, blocks: Array, ahead: Any) -> Any:
     """m, l [TILE] and u [TILE, H] of a part of `blocks` blocks, after `done` blocks of the program (eq. 33.3)."""
     call, place = rows.call, rows.place
     keys, H = call.config.block_keys, call.shape.H
     mine = pl.ds(pl.multiple_of(rows.group * TILE, TILE), TILE)
-    query, _ = scratch.query_or_sums
 
     def step(i: Array, carry: Any) -> Any:
         m, l, u, ahead = carry
@@ -341,12 +349,9 @@ def _base_2(call: DecodeCall, products: Array) -> Array:
     return (1 - 2 / (1 + twice)) * (call.soft_cap * LOG2E)
 
 
-def _store(
-    outputs: Any, scratch: _Scratch, call: DecodeCall, group: Array, part: Array, m: Array, l: Array, u: Array
-) -> None:
+def _store(outputs: Any, sums: Any, call: DecodeCall, group: Array, part: Array, m: Array, l: Array, u: Array) -> None:
     """Write the statistics of a part. The query has been read for the last time: its memory takes u."""
     m_out, l_out, u_out, *_ = outputs
-    _, sums = scratch.query_or_sums
     half = call.shape.H // 2
     origin = pl.multiple_of(group * TILE, TILE)
     mine, stored = pl.ds(origin, TILE), pl.ds(origin, min(call.shape.rows, TILE))
@@ -365,9 +370,9 @@ def _note_parts(outputs: Any, call: DecodeCall, place: Place, blocks: Array, par
     pair = place.b * call.shape.K + place.k
 
     @pl.when(place.block == 0)
-    def _() -> None:
+    def _begins() -> None:
         first_out[pair] = part
 
     @pl.when(place.block + blocks == place.blocks)
-    def _() -> None:
+    def _ends() -> None:
         end_out[pair] = part + 1

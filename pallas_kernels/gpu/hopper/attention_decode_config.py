@@ -79,6 +79,7 @@ class DecodeConfig:
       stages: blocks of keys and values that are in shared memory at once.
       programs: thread blocks that share the work; the best is what the chip holds at once.
       least_blocks: blocks that a program gets at least, where there are fewer than there are programs.
+      query_buffers: 2 to copy the query of the next part ahead of its use, which takes a warpgroup to itself.
       merge_loads: partial results that a program of the merge reads at once.
     """
 
@@ -86,6 +87,7 @@ class DecodeConfig:
     stages: int = 3
     programs: int = 132
     least_blocks: int = 2
+    query_buffers: int = 1
     merge_loads: int = 16
 
     def __post_init__(self) -> None:
@@ -93,6 +95,7 @@ class DecodeConfig:
             ("stages", 2, 16),
             ("programs", 1, 2**16),
             ("least_blocks", 1, 2**16),
+            ("query_buffers", 1, 2),
             ("merge_loads", 1, 64),
         ):
             value = getattr(self, name)
@@ -156,13 +159,17 @@ class DecodeCall(NamedTuple):
 def shared_bytes(shape: DecodeShape, config: DecodeConfig) -> int:
     """Bytes of shared memory of one thread block, for elements of two bytes."""
     keys_and_values = 2 * config.stages * config.block_keys
-    return (keys_and_values + shape.tiles * TILE) * shape.H * 2 + BLOCK_OVERHEAD
+    return (keys_and_values + config.query_buffers * shape.tiles * TILE) * shape.H * 2 + BLOCK_OVERHEAD
 
 
 def config_refusals(shape: DecodeShape, config: DecodeConfig) -> tuple[str, ...]:
     """Why these settings are not legal for a call; empty when they are."""
     used = shared_bytes(shape, config)
-    return (f"{used} bytes of shared memory are more than {SHARED_BYTES}",) if used > SHARED_BYTES else ()
+    rules = (
+        (used > SHARED_BYTES, f"{used} bytes of shared memory are more than {SHARED_BYTES}"),
+        (config.query_buffers > 1 and shape.tiles > 1, "a second buffer for queries needs rows of one warpgroup"),
+    )
+    return tuple(reason for refused, reason in rules if refused)
 
 
 def heuristic(shape: DecodeShape, cores: int) -> DecodeConfig:
@@ -171,8 +178,10 @@ def heuristic(shape: DecodeShape, cores: int) -> DecodeConfig:
     Blocks of 128 keys take the registers of 64 rows times 128 scores, which a program of up to two warpgroups has.
     """
     keys = 128 if shape.tiles <= 2 and shape.H <= 128 and shape.S >= 128 else 64
-    free = SHARED_BYTES - BLOCK_OVERHEAD - 2 * shape.tiles * TILE * shape.H
-    return DecodeConfig(keys, stages=max(2, min(6, free // (4 * keys * shape.H))), programs=cores)
+    buffers = 2 if shape.tiles == 1 and shape.H <= 128 else 1
+    free = SHARED_BYTES - BLOCK_OVERHEAD - 2 * buffers * shape.tiles * TILE * shape.H
+    stages = max(2, min(6, free // (4 * keys * shape.H)))
+    return DecodeConfig(keys, stages, programs=cores, query_buffers=buffers)
 
 
 def candidates(shape: DecodeShape, cores: int) -> tuple[DecodeConfig, ...]:
@@ -184,8 +193,7 @@ def candidates(shape: DecodeShape, cores: int) -> tuple[DecodeConfig, ...]:
         for stages in range(2, 7)
         for programs in (cores, 2 * cores)
     )
-    legal = [config for config in others if config != first and not config_refusals(shape, config)]
-    return (first, *legal)
+    return tuple(dict.fromkeys(config for config in (first, *others) if not config_refusals(shape, config)))
 
 
 def refusals(shape: DecodeShape, *, itemsize: int, value_size: int) -> tuple[str, ...]:

@@ -69,10 +69,10 @@ def _sizes(call: DecodeCall) -> tuple[int, int, int]:
     shape, config = call.shape, call.config
     per_vector = max(1, LANES // shape.H)
     pairs = shape.B * shape.K
-    at_once = min(config.merge_loads, cdiv(config.programs, pairs) + 1)
+    at_once = min(config.merge_loads, max(1, config.programs // pairs))
     programs = pairs * shape.T * shape.G // per_vector
     vectors = 1
-    while 2 * vectors * at_once <= config.merge_loads and programs // (2 * vectors) >= 8 * config.programs:
+    while 2 * vectors * at_once <= config.merge_loads // 2 and programs // (2 * vectors) >= 4 * config.programs:
         vectors *= 2
     return per_vector, vectors, at_once
 

@@ -108,9 +108,9 @@ class Work(NamedTuple):
         """What a program does."""
         if self.call.split is not None:
             return self._pinned(program, self.call.split)
-        cut, even = self._cut(program), self._even(program)
-        same = self._uniform()
-        return Share(*(_where(same, x, y) for x, y in zip(even, cut, strict=True)))
+        if self.call.shape.B == 1:
+            return self._even(program)
+        return lax.cond(self._uniform(), lambda: self._even(program), lambda: self._cut(program))
 
     def _over_rows(self, add: Callable[[Array, Array, Any], Any], start: Any) -> Any:
         """Fold `add(row, blocks of a pair, carry)` over all rows, reading the lengths of some at once."""
@@ -204,13 +204,6 @@ class Work(NamedTuple):
         k = div(index - units_before, units)
         block = jnp.minimum((index - units_before - k * units) * unit, blocks)
         return Place(row, k, block, first, blocks), blocks_before + k * blocks + block
-
-
-def _where(condition: Array, a: Any, b: Any) -> Any:
-    """`jnp.where` on numbers or places."""
-    if isinstance(a, Place):
-        return Place(*(jnp.where(condition, x, y) for x, y in zip(a, b, strict=True)))
-    return jnp.where(condition, a, b)
 
 
 def most_parts(call: DecodeCall) -> int:
