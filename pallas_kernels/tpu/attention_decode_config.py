@@ -7,8 +7,8 @@ from pallas_kernels.tpu.attention_config import LANES
 
 # Bytes of keys in one block: enough that a copy's latency costs little, and two blocks of keys and values fit anywhere.
 BLOCK_BYTES = 2**20
-# Scores of one tile: as many as half of the vector registers hold.
-TILE = 32 * 1024
+# Scores of one tile: the heads whose softmax is computed at once.
+TILE = 64 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +45,7 @@ def heuristic(
     """
     block = max(LANES, min(1024, BLOCK_BYTES // (K * max(H, Hv) * itemsize) // LANES * LANES))
     block = max(1, block // page) * page if page > 1 else min(block, max(S, 1))
+    chunk = LANES if block % LANES == 0 else block
     rows = round_up(rows, 8)
-    chunk = next((chunk for chunk in (512, 256, LANES) if block % chunk == 0 and chunk * rows <= TILE), block)
-    if block % LANES == 0 and chunk == block:
-        chunk = LANES
     heads = next(heads for heads in range(K, 0, -1) if K % heads == 0 and (heads == 1 or heads * rows * chunk <= TILE))
     return AttentionDecodeConfig(block, chunk, heads, splits)

@@ -42,12 +42,20 @@ def vmem_bytes(config: AttentionForwardConfig, H: int, Hv: int, itemsize: int, b
     return 2 * (operands + pairs) + 4 * config.block_q * (lanes[1] + 256) + scores
 
 
-def heuristic(T: int, S: int, H: int, Hv: int, itemsize: int, bias_bytes: int = 0) -> AttentionForwardConfig:
-    """The configuration for a call: the largest blocks up to 1024 that fit, chunks of 512 (256 queries in float32)."""
+def heuristic(
+    T: int, S: int, H: int, Hv: int, itemsize: int, bias_bytes: int = 0, matrix_unit: int = 128
+) -> AttentionForwardConfig:
+    """The configuration for a call: the largest blocks up to 1024 that fit, chunks of 512 keys.
+
+    Args:
+      T, S, H, Hv, itemsize: sizes, and bytes of an element of query, key and value.
+      bias_bytes: bytes of bias and mask for each pair of a block.
+      matrix_unit: rows and columns of the chip's matrix unit: a chunk's queries are twice as many.
+    """
     largest = 1024
     while True:
         block_q, block_kv = fit_block(T, largest), fit_block(S, largest)
-        config = AttentionForwardConfig(block_q, block_kv, _chunk(block_q, 256), _chunk(block_kv, 512))
+        config = AttentionForwardConfig(block_q, block_kv, _chunk(block_q, 2 * matrix_unit), _chunk(block_kv, 512))
         if largest == 128 or vmem_bytes(config, H, Hv, itemsize, bias_bytes) <= VMEM_BUDGET:
             return config
         largest //= 2
