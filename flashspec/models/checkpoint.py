@@ -52,7 +52,7 @@ def load(
 
     Args:
       directory: holds `config.json`, `model.safetensors` or shards with their index, and usually `tokenizer.json`.
-      dtype: of the parameters; None keeps the one in which the embeddings are stored.
+      dtype: of the parameters, floating; None keeps the one in which the embeddings are stored.
       mesh: devices with the axes "data" and "model" (`decoder_mesh`) to split the parameters over; each device is given
         its own part of every tensor.
       progress: called as progress(bytes read so far, bytes in all) after each parameter.
@@ -66,17 +66,18 @@ def load(
         the mesh does not divide the model. Each message names the file and the remedy.
     """
     directory = Path(directory)
+    wanted = None if dtype is None else _floating(dtype)
     config, tokenizer, stored = _read_descriptions(directory)
     mesh = None if mesh is None else check_mesh(config, mesh)
-    if dtype is None:
-        dtype = tensor_files.DTYPES[stored[EMBEDDINGS].code]
+    if wanted is None:
+        wanted = jax.dtypes.canonicalize_dtype(tensor_files.DTYPES[stored[EMBEDDINGS].code])
     needed = [stored[name] for slot in slots(config) for name in slot.shapes]
     total, done = sum(tensor.stop - tensor.start for tensor in needed), 0
     params: dict[tuple[Any, ...], jax.Array] = {}
     before: jax.Array | None = None
     for slot in slots(config):
         spec = None if mesh is None else parameter_spec(config, mesh, slot.path)
-        params[slot.path] = _load(slot, stored, np.dtype(dtype), mesh, spec)
+        params[slot.path] = _load(slot, stored, wanted, mesh, spec)
         # At most two parameters are on their way: the next is read while the last is still being copied.
         jax.block_until_ready(before)
         before = params[slot.path]
@@ -84,6 +85,19 @@ def load(
         if progress is not None:
             progress(done, total)
     return Checkpoint(config, with_values(config, params), tokenizer)
+
+
+def _floating(dtype: Any) -> np.dtype:
+    """A dtype that parameters can have here."""
+    try:
+        found = np.dtype(dtype)
+    except TypeError as error:
+        raise fail("dtype", "a floating dtype", dtype) from error
+    if not jax.dtypes.issubdtype(found, np.floating):
+        raise fail("dtype", "a floating dtype", found)
+    if jax.dtypes.canonicalize_dtype(found) != found:
+        raise fail("dtype", "float32 or narrower unless jax_enable_x64 is set", found)
+    return found
 
 
 def _read_descriptions(directory: Path) -> tuple[DecoderConfig, Tokenizer | None, Stored]:

@@ -42,10 +42,13 @@ def _unchanged(x: Array) -> Array:
 
 
 def _matmul(x: Array, kernel: Array, precision: str | None, dtype: Any = None) -> Array:
-    """x @ kernel into `dtype`, by default their own and at the highest precision unless that is a 16-bit float."""
+    """x [B,T,inputs] times kernel [inputs,...] into `dtype`, by default their own.
+
+    Without a `precision` it is the highest one, unless the operands are 16-bit floats.
+    """
     if precision is None and kernel.dtype.itemsize > 2:
         precision = "highest"
-    return jnp.matmul(x, kernel, precision=precision, preferred_element_type=dtype)
+    return jax.lax.dot_general(x, kernel, (((2,), (0,)), ((), ())), precision, preferred_element_type=dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -113,9 +116,7 @@ class Block(nnx.Module):
 
     def mlp(self, x: Array) -> Array:
         """The gated MLP of normalised x [B,T,hidden]."""
-        hidden, _, inner = self.gate_up.shape
-        gate_up = _matmul(x, self.gate_up[...].reshape(hidden, 2 * inner), self.precision)
-        gate_up = gate_up.reshape(*x.shape[:2], 2, inner)
+        gate_up = _matmul(x, self.gate_up[...], self.precision)  # [B,T,2,F]; a flat kernel would not stay split over F
         gated = ACTIVATIONS[self.config.traits.activation](gate_up[..., 0, :]) * gate_up[..., 1, :]
         return _matmul(gated, self.down[...], self.precision)
 
@@ -220,6 +221,7 @@ class Decoder(nnx.Module):
         *,
         attention: Callable[..., Array],
         num_valid: Array | None = None,
+        place: Callable[[Array], Array] = _unchanged,
     ) -> tuple[Array, Any]:
         """Append `tokens` to the cache, and give the hidden state after each, which `logits` reads.
 
@@ -229,6 +231,7 @@ class Decoder(nnx.Module):
           attention: called as `flashspec.attention.decode.cached_attention(query, view, q_lengths=num_valid,
             window=window, scale=scale, logits_soft_cap=cap)`, the last three only where the layer has them.
           num_valid: [B], the first so many tokens of each row are real; None for all.
+          place: applied to all that enters the residual stream [B,T,hidden]; where it lies on a mesh goes here.
 
         Returns:
           (hidden [B,T,hidden], normalised; the cache with `length` advanced by `num_valid` or T).
@@ -241,7 +244,7 @@ class Decoder(nnx.Module):
             cache = append(cache, layer, key, value, num_valid)
             return attention(query, view(cache, layer), q_lengths=num_valid, **self._options(layer))
 
-        hidden = self.hidden(self._scaled(self._embed_few(tokens)), positions, attend)
+        hidden = self.hidden(place(self._scaled(self._embed_few(tokens))), positions, attend, place)
         return hidden, cache
 
     def _embed_few(self, tokens: Array) -> Array:

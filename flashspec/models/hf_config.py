@@ -7,7 +7,7 @@ any other value, is an error that names it.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from flashspec.checks import at_least, fail
+from flashspec.checks import at_least, fail, flag
 from flashspec.models.families import FAMILIES, Family
 from flashspec.models.rotary import LINEAR, LLAMA3, RopeScaling, positive
 
@@ -212,10 +212,12 @@ def _windows(values: Mapping[str, Any], family: Family, layers: int) -> tuple[in
     window = values.get("sliding_window", family.defaults.get("sliding_window"))
     if values.get("sliding_window_size", window) != window:
         raise fail("sliding_window_size", f"sliding_window = {window}", values["sliding_window_size"])
-    if family.window_switch and not values.get("use_sliding_window", False):
+    if family.window_switch and not flag("use_sliding_window", values.get("use_sliding_window", False)):
         window = None
-    if "sliding_window" not in family.options and window is not None:
-        raise fail("sliding_window", f"None for {family.architecture}", window)
+    if window is not None:
+        if "sliding_window" not in family.options:
+            raise fail("sliding_window", f"None for {family.architecture}", window)
+        at_least("sliding_window", window, 1)
     kinds = values.get("layer_types") or _usual_kinds(values, family, layers, window)
     if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in (FULL, SLIDING) for kind in kinds):
         raise fail("layer_types", f"{layers} times {FULL!r} or {SLIDING!r}", values["layer_types"])

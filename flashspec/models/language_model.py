@@ -16,7 +16,7 @@ from flashspec.checks import at_least, fail, one_of
 from flashspec.language_model import LanguageModel, Params
 from flashspec.models.config import DecoderConfig
 from flashspec.models.decoder import merge
-from flashspec.models.partition import DATA, check_mesh, split_attention, split_cache, whole_logits
+from flashspec.models.partition import DATA, check_mesh, split_attention, split_cache, split_rows, whole_logits
 
 CACHES = ("dense", "window", "paged")
 PREFILL_CHUNK = 512
@@ -47,7 +47,7 @@ class _Functions:
 
     def apply(self, params: Params, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         decoder = merge(self.config, params, self.precision)
-        hidden, cache = decoder.step(tokens, cache, attention=self.attention)
+        hidden, cache = decoder.step(tokens, cache, attention=self.attention, place=self.place)
         logits = decoder.logits(hidden)
         return logits if self.mesh is None else whole_logits(logits, self.mesh), cache
 
@@ -57,8 +57,12 @@ class _Functions:
         for start in range(0, tokens.shape[1], chunk):
             part = tokens[:, start : start + chunk]
             valid = jnp.clip(num_valid - start, 0, part.shape[1])
-            _, cache = decoder.step(part, cache, attention=self.attention, num_valid=valid)
+            _, cache = decoder.step(part, cache, attention=self.attention, num_valid=valid, place=self.place)
         return cache
+
+    def place(self, x: jax.Array) -> jax.Array:
+        """The residual stream [B,T,hidden] where it belongs."""
+        return x if self.mesh is None else split_rows(x, self.mesh)
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
         if self.mesh is None:

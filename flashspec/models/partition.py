@@ -92,9 +92,15 @@ def split_cache(cache: Cache, mesh: Mesh) -> Cache:
     return jax.tree.map(place, cache)
 
 
+def split_rows(x: jax.Array, mesh: Mesh) -> jax.Array:
+    """An array [B,T,...] with rows split over the mesh and all else whole on every device."""
+    return jax.lax.with_sharding_constraint(x, sharding(mesh, (DATA, *(None,) * (x.ndim - 1))))
+
+
 def whole_logits(logits: jax.Array, mesh: Mesh) -> jax.Array:
-    """Logits [B,T,V] gathered over the vocabulary once, so that sampling is local to each device's rows."""
-    return jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, PartitionSpec(DATA, None, None)))
+    """Logits [B,T,V], computed where the head lies and then gathered once, so that sampling is local to rows."""
+    vocabulary = None if logits.shape[-1] % mesh.shape[MODEL] else MODEL
+    return split_rows(jax.lax.with_sharding_constraint(logits, sharding(mesh, (DATA, None, vocabulary))), mesh)
 
 
 def split_attention(attention: Callable[..., jax.Array], mesh: Mesh) -> Callable[..., jax.Array]:

@@ -77,6 +77,18 @@ def test_dtypes(dtype: Any, tmp_path: Path) -> None:
     )
 
 
+def test_float64_needs_64_bits(tmp_path: Path) -> None:
+    config, params = example("llama")
+    models.save(tmp_path, config, params, dtype=np.float64)
+    assert_same(models.load(tmp_path).params, params)
+    with pytest.raises(ValueError, match="`dtype`: expected float32 or narrower unless jax_enable_x64"):
+        models.load(tmp_path, np.float64)
+    with pytest.raises(ValueError, match="`dtype`: expected a floating dtype, got int8"):
+        models.load(tmp_path, np.int8)
+    with jax.enable_x64(True):
+        assert models.load(tmp_path).params["head"][...].dtype == np.float64
+
+
 def test_tokenizer_travels_along(tmp_path: Path) -> None:
     config, params = example("llama")
     models.save(tmp_path, config, params, tiny_tokenizer(37))

@@ -1,7 +1,9 @@
 """Generation on meshes of virtual devices, judged against one device; what lies where; what does not fit."""
 
+import collections
 import dataclasses
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,29 @@ def test_joining_moves_nothing_between_devices() -> None:
         turn = _turner(sharding(mesh, spec)).lower(joined) if slot.layout.turns else join
         for program in (join.compile().as_text(), turn.compile().as_text()):
             assert not any(name in program for name in ("all-to-all", "all-gather", "collective-permute")), slot.path
+
+
+COLLECTIVE = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+
+
+def collectives() -> collections.Counter[str]:
+    """What one forward sends between eight devices that share the heads."""
+    mesh = models.decoder_mesh(1, 8)
+    model = models.as_language_model(CONFIG, mesh=mesh)
+    params = models.place(CONFIG, parameters(CONFIG), mesh)
+
+    def forward(params: Any, tokens: jax.Array) -> Any:
+        return model.apply(params, tokens, model.init_cache(2, 16))
+
+    program = jax.jit(forward).lower(params, jnp.ones((2, 3), jnp.int32)).compile().as_text()
+    return collections.Counter(COLLECTIVE.findall(program))
+
+
+def test_a_forward_sends_two_sums_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Besides, embeddings and logits are gathered once; no weight ever moves."""
+    assert collectives() == {"all-reduce": 2 * CONFIG.num_layers, "all-gather": 2}
+    monkeypatch.setattr(models.language_model, "split_rows", lambda x, mesh: x)
+    assert collectives().total() > 2 * CONFIG.num_layers + 2
 
 
 def test_what_a_mesh_does_not_divide_is_named(tmp_path: Path) -> None:
