@@ -49,7 +49,7 @@ def attention_backward(
     Rows of queries that see no key, and of keys that no query sees, must be finite; their gradients are 0.
 
     Args:
-      query: [B, T, N, H] bfloat16 or float16.
+      query: [B, T, N, H] bfloat16 or float16; T and S are multiples of 8.
       key: [B, S, K, H].
       value: [B, S, K, Hv].
       output_gradient: [B, T, N, Hv].
@@ -99,7 +99,7 @@ def _launch(kernel: KeyBlocks | QueryBlocks, operands: Operands, *like: Array) -
         inputs = Operands(**dict(zip(names, refs, strict=False)))
         kernel.body(inputs, refs[len(names) :], scratch)
 
-    return plgpu.kernel(
+    run = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like],
         scratch_types=kernel.scratch(operands.query.dtype),
@@ -109,7 +109,8 @@ def _launch(kernel: KeyBlocks | QueryBlocks, operands: Operands, *like: Array) -
         thread_name="warpgroup",
         kernel_name=f"flashspec_hopper_attention_backward_{type(kernel).__name__}",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-    )(*(x for x in operands if x is not None))
+    )
+    return tuple(run(*(x for x in operands if x is not None)))
 
 
 def _padded_rows(shape: BackwardShape, lse: Array, delta: Array) -> tuple[Array, Array]:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 SHARED_BYTES = 227 * 1024  # of a thread block
 OVERHEAD = 2 * 1024  # barriers
 HEAD_SIZES = ((64, 64), (128, 64), (128, 128))  # (H, Hv)
+LENGTH_MULTIPLE = 8  # shared memory is swizzled in groups of eight rows
 BLOCK_KV = 128  # keys of a thread block that sums dK and dV, 64 for each of its two warpgroups
 BLOCK_Q = 128  # queries of a thread block that sums dQ alone
 
@@ -133,6 +134,10 @@ def refusals(shape: BackwardShape, *, itemsize: int) -> tuple[str, ...]:
         (
             (shape.H, shape.Hv) not in HEAD_SIZES,
             f"takes head sizes (H, Hv) of {HEAD_SIZES}, not ({shape.H}, {shape.Hv})",
+        ),
+        (
+            shape.T % LENGTH_MULTIPLE != 0 or shape.S % LENGTH_MULTIPLE != 0,
+            f"takes lengths that are multiples of {LENGTH_MULTIPLE}, not T = {shape.T} and S = {shape.S}",
         ),
     )
     return tuple(reason for refused, reason in rules if refused)

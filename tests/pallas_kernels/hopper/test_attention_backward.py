@@ -1,0 +1,250 @@
+"""The Hopper backward in an interpreter against its equations in float64, its lowering, and the ranges of segments."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.gpu.hopper import attention_backward, attention_backward_keys, attention_backward_queries
+from pallas_kernels.gpu.hopper.attention_backward_config import BackwardShape, heuristic
+from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, Bounds, SegmentIds
+from tests.mutants import mutant
+from tests.pallas_kernels.hopper.interpreter import interpreted
+
+# Gradients of the kernel differ from exact ones by the rounding of P, dS and the result to bfloat16, 2^-9 each.
+TOLERANCE = 2**-8
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call: sizes, and which queries see which keys."""
+
+    B: int = 1
+    T: int = 128
+    S: int = 128
+    N: int = 1
+    K: int = 1
+    H: int = 64
+    left: int | None = None
+    right: int | None = None
+    q_start: int = 0
+    q_lengths: tuple[int, ...] | None = None
+    kv_lengths: tuple[int, ...] | None = None
+    segments: bool = False
+    soft_cap: float | None = None
+    scale: float = 0.125
+
+    @functools.cached_property
+    def bounds(self) -> np.ndarray:
+        """[B, 4]: first, last, q_length, kv_length."""
+        columns = (
+            self.q_start - (self.left or 0),
+            self.q_start + (self.right or 0),
+            self.q_lengths or self.T,
+            self.kv_lengths or self.S,
+        )
+        return np.stack([np.broadcast_to(np.int32(column), self.B) for column in columns], axis=1)
+
+    @functools.cached_property
+    def segment_ids(self) -> SegmentIds | None:
+        if not self.segments:
+            return None
+        return SegmentIds(
+            *(jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32) // 50, (self.B, n)) for n in (self.T, self.S))
+        )
+
+    @functools.cached_property
+    def visible(self) -> np.ndarray:
+        """bool [B, 1, T, S]."""
+        q, k = np.arange(self.T)[:, None], np.arange(self.S)[None, :]
+        first, last, q_length, kv_length = (column[:, None, None] for column in self.bounds.T)
+        visible = (q < q_length) & (k < kv_length)
+        if self.left is not None:
+            visible &= k - q >= first
+        if self.right is not None:
+            visible &= k - q <= last
+        if self.segment_ids is not None:
+            q_ids, kv_ids = map(np.asarray, self.segment_ids)
+            visible = visible & (q_ids[:, :, None] == kv_ids[:, None, :])
+        return visible[:, None]
+
+    @functools.cached_property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Query, key, value and the gradient of the output, bfloat16."""
+        random = np.random.default_rng(0)
+        heads = ((self.T, self.N), (self.S, self.K), (self.S, self.K), (self.T, self.N))
+        return tuple(random.standard_normal((self.B, *size, self.H)).astype(jnp.bfloat16) for size in heads)
+
+
+def exact(case: Case) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """(dQ, dK, dV), lse and delta by eq. 33.6 to 33.8 in float64; a query without keys has lse = -inf."""
+    query, key, value, gradient = (np.asarray(x, np.float64) for x in case.arrays)
+    G = case.N // case.K
+    keys, values = (np.repeat(x, G, axis=2) for x in (key, value))
+    slope = np.ones(())
+    scores = case.scale * np.einsum("btnh,bsnh->bnts", query, keys)
+    if case.soft_cap is not None:
+        slope = 1 - np.tanh(scores / case.soft_cap) ** 2
+        scores = case.soft_cap * np.tanh(scores / case.soft_cap)
+    weights = np.where(case.visible, np.exp(scores), 0)
+    normaliser = weights.sum(axis=3)
+    p = weights / np.where(normaliser == 0, 1, normaliser)[..., None]
+    output = np.einsum("bnts,bsnh->btnh", p, values)
+    delta = np.einsum("btnh,btnh->bnt", output, gradient)
+    ds = case.scale * slope * p * (np.einsum("btnh,bsnh->bnts", gradient, values) - delta[..., None])
+    groups = (case.B, case.S, case.K, G, case.H)
+    dq = np.einsum("bnts,bsnh->btnh", ds, keys)
+    dk = np.einsum("bnts,btnh->bsnh", ds, query).reshape(groups).sum(axis=3)
+    dv = np.einsum("bnts,btnh->bsnh", p, gradient).reshape(groups).sum(axis=3)
+    with np.errstate(divide="ignore"):
+        return [dq, dk, dv], np.log(normaliser), delta
+
+
+def mask_of(case: Case, *, static: bool) -> AttentionMask:
+    bounds = Bounds(*(int(x) for x in case.bounds[0])) if static else None
+    return AttentionMask(case.left is not None, case.right is not None, case.segments, bounds)
+
+
+def launch(case: Case, *, deterministic: bool, static: bool, module: Any = attention_backward) -> Any:
+    """The kernels as a function of (query, key, value, gradient, lse, delta)."""
+    return functools.partial(
+        module.attention_backward,
+        bounds=None if static else jnp.asarray(case.bounds),
+        segments=case.segment_ids,
+        mask=mask_of(case, static=static),
+        scale=case.scale,
+        soft_cap=case.soft_cap,
+        deterministic=deterministic,
+        config=heuristic(BackwardShape(case.B, case.T, case.S, case.N, case.K, case.H, case.H)),
+    )
+
+
+def errors(case: Case, *, deterministic: bool, module: Any = attention_backward) -> list[float]:
+    """Relative errors of dQ, dK and dV; NaN is one."""
+    expected, lse, delta = exact(case)
+    rows = (jnp.asarray(x, jnp.float32) for x in (lse, delta))
+    call = launch(case, deterministic=deterministic, static=case.B == 1, module=module)
+    with interpreted():
+        results = jax.jit(call)(*case.arrays, *rows)
+    results = [np.asarray(x, np.float64) for x in results]
+    return [np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-9) for x, y in zip(results, expected, strict=True)]
+
+
+RAGGED = Case(B=2, T=72, S=152, left=40, right=10, q_start=60, q_lengths=(0, 60), kv_lengths=(151, 100))
+CASES = {
+    "causal, grouped, T != S": Case(T=72, S=144, N=2, right=0, q_start=70),
+    "window and lengths": RAGGED,
+    "H = 128": Case(T=136, H=128, right=0),
+    "segments": Case(T=160, S=160, segments=True, right=0),
+    "soft cap": Case(T=64, S=40, soft_cap=0.5, scale=-0.3),
+}
+FIRST = ("causal, grouped, T != S", "window and lengths")  # the others take the default run too long
+
+
+def parameters(table: dict[str, Any], first: tuple[str, ...]) -> Any:
+    return [pytest.param(x, id=name, marks=() if name in first else pytest.mark.slow) for name, x in table.items()]
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "deterministic"])
+@pytest.mark.parametrize("case", parameters(CASES, FIRST))
+def test_gradients(case, deterministic):
+    assert max(errors(case, deterministic=deterministic)) < TOLERANCE
+
+
+def keys_mutant(*edits: tuple[str, str]) -> Any:
+    return mutant(attention_backward, KeyBlocks=mutant(attention_backward_keys, *edits).KeyBlocks)
+
+
+def queries_mutant(*edits: tuple[str, str]) -> Any:
+    return mutant(attention_backward, QueryBlocks=mutant(attention_backward_queries, *edits).QueryBlocks)
+
+
+WRONG = {
+    "delta left out": (CASES["H = 128"], keys_mutant((", wait_n=0) - delta)", ", wait_n=0))"))),
+    "dK without the scale": (CASES["H = 128"], keys_mutant(("(dk * self.scores.scale)", "dk"))),
+    "group's other head": (
+        CASES["causal, grouped, T != S"],
+        keys_mutant(("* self.shape.G + member", "* self.shape.G")),
+    ),
+    "full block one too long": (
+        CASES["H = 128"],
+        keys_mutant(
+            ("q_start + self.config.block_q > end", "q_start + self.config.block_q > end + 64"),
+            ("(q_start < begin)", "(q_start + 64 < begin)"),
+        ),
+    ),
+    "slope of the soft cap": (CASES["soft cap"], keys_mutant(("p if slope is None else p * slope", "p"))),
+    "empty rows": (
+        RAGGED,
+        mutant(attention_backward, ("jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)", "lse * LOG2E")),
+    ),
+    "ids of other rows": (
+        CASES["segments"],
+        keys_mutant(("self.gmem.q_ids, block.batch, q_start", "self.gmem.q_ids, block.batch, 0 * q_start")),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", parameters(WRONG, ("delta left out", "full block one too long", "empty rows")))
+@pytest.mark.filterwarnings("ignore:invalid value")  # a wrong kernel may well multiply infinities
+def test_wrong_kernels_fail(wrong):
+    case, module = wrong
+    assert not max(errors(case, deterministic=False, module=module)) < TOLERANCE
+
+
+def test_wrong_query_kernel_fails():
+    wrong = queries_mutant(("(dq * self.scores.scale)", "dq"))
+    assert not max(errors(CASES["H = 128"], deterministic=True, module=wrong)) < TOLERANCE
+
+
+@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "deterministic"])
+def test_lowers_for_cuda(H, deterministic):
+    """Both dtypes, bounds that are operands, and segments, down to the compiler of the GPU."""
+    case = Case(B=2, T=296, S=200, N=4, K=2, H=H, left=5, right=3, segments=True)
+    text = lowered(case, deterministic, jnp.bfloat16 if H == 64 else jnp.float16)
+    kernels = ("QueryBlocks", "KeyBlocks") if deterministic else ("KeyBlocks",)
+    assert text.count("mosaic_gpu_v2") == len(kernels)
+
+
+def lowered(case: Case, deterministic: bool, dtype: Any) -> str:
+    tensors = [jax.ShapeDtypeStruct(x.shape, dtype) for x in case.arrays]
+    rows = [jax.ShapeDtypeStruct((case.B, case.N, case.T), jnp.float32)] * 2
+    call = launch(case, deterministic=deterministic, static=False)
+    return jax.jit(call).trace(*tensors, *rows).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_nothing_to_do():
+    """No query or no key: gradients are 0, and no kernel is launched."""
+    for case in (Case(T=0), Case(S=0), Case(B=0)):
+        tensors = [jnp.zeros(x.shape, jnp.bfloat16) for x in case.arrays]
+        rows = [jnp.zeros((case.B, case.N, case.T), jnp.float32)] * 2
+        results = launch(dataclasses.replace(case, B=1), deterministic=False, static=True)(*tensors, *rows)
+        assert [x.shape for x in results] == [x.shape for x in tensors[:3]]
+        assert not any(np.asarray(x).any() for x in results)
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "expected"),
+    [
+        ([3, 3, 3, 3], [1, 3, 3, 5], [[1, 3, 1, 3], [1, 3, 1, 3]]),
+        ([0, 1, 1, 1], [0, 0, 1, 1], [[0, 4, 0, 0], [2, 4, 2, 4]]),
+        ([1, 1, 9], [1, 2, 1, 1], [[0, 4, 0, 0], [0, 0, 0, 0]]),
+    ],
+    ids=["one id", "two ids", "no run, no partner"],
+)
+def test_segment_ranges(own, other, expected):
+    """Blocks of 2 ids."""
+    ids = (jnp.asarray([x], jnp.int32) for x in (own, other))
+    assert attention_backward.segment_ranges(*ids, 2)[0].tolist() == expected
+
+
+def test_wrong_segment_ranges_fail():
+    """A block of two ids, or a run with a gap, is not full."""
+    wrong = mutant(attention_backward, ("(ids == low) & (low == high)", "ids == low"))
+    ids = (jnp.asarray([x], jnp.int32) for x in ([0, 1, 1, 1], [0, 0, 1, 1]))
+    assert wrong.segment_ranges(*ids, 2)[0].tolist() != [[0, 4, 0, 0], [2, 4, 2, 4]]
