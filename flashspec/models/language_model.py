@@ -17,9 +17,11 @@ from flashspec.language_model import LanguageModel, Params
 from flashspec.models.config import DecoderConfig
 from flashspec.models.decoder import merge
 from flashspec.models.partition import DATA, check_mesh, split_attention, split_cache, split_rows, whole_logits
+from pallas_kernels.launch import round_up
 
 CACHES = ("dense", "window", "paged")
 PREFILL_CHUNK = 512
+SLOT_MULTIPLE = 8  # of dense and window caches: what kernels read without a copy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +77,12 @@ class _Functions:
         sizes = {"K": self.config.num_kv_heads, "H": self.config.head_dim, "dtype": self.dtype}
         layers = self.config.num_layers
         if self.cache == "window":
-            return window_cache(self.left, self.draft_length, layers, batch, slots=self.left + self.chunk, **sizes)
+            slots = round_up(self.left + self.chunk, SLOT_MULTIPLE)
+            return window_cache(self.left, self.draft_length, layers, batch, slots=slots, **sizes)
         if self.cache == "paged":
             pages = -(-capacity // self.page_size)
             return paged_cache(self.page_size, batch * pages, layers, batch, capacity=capacity, **sizes)
-        return dense_cache(layers, batch, capacity, **sizes)
+        return dense_cache(layers, batch, round_up(capacity, SLOT_MULTIPLE), **sizes)
 
 
 @functools.cache
