@@ -108,10 +108,8 @@ def run(job: Job) -> None:
             pass  # the prefill's program and the rounds'
     compiled = time.perf_counter()
     answer = write(job, request)
-    difference, bound = check(request, answer)
-    what = "every token's log-probability is that of one forward over the whole text"
-    passed = job.claim(f"{what}: apart by {difference:.1e} at most, {bound:.1e} allowed", difference <= bound)
-    if passed:
+    what, difference, bound = check(request, answer)
+    if job.claim(f"{what}: apart by {difference:.1e} at most, {bound:.1e} allowed", difference <= bound):
         summarise(job, request, answer, loaded - start, compiled - loaded)
     else:
         job.say("A wrong result has no speed.")
@@ -192,10 +190,11 @@ def write(job: Job, request: Request) -> Answer:
     return Answer(tokens, logprobs, rounds, first - start, total)
 
 
-def check(request: Request, answer: Answer) -> tuple[float, float]:
-    """How far the streamed log-probabilities are from those of one forward without a cache, and how far they may be.
+def check(request: Request, answer: Answer) -> tuple[str, float, float]:
+    """What one forward without a cache says of the answer in words, how far it is from it, and how far it may be.
 
-    At temperature 0, where every log-probability is 0, it is the gap of each token's logit to its row's maximum.
+    Streamed log-probabilities are compared; at temperature 0, where they are all 0, each token's logit with its row's
+    maximum.
     """
     prompt = request.tokens[0, : request.lengths[0]].tolist()
     row = np.array([prompt + answer.tokens], np.int32)
@@ -206,11 +205,14 @@ def check(request: Request, answer: Answer) -> tuple[float, float]:
     temperature = float(np.asarray(request.sampling.temperature))
     if temperature == 0:
         plain = np.asarray(logits)[0]
-        return float((plain.max(1) - plain[np.arange(len(new)), new]).max()), 256 * eps * largest
+        gap = float((plain.max(1) - plain[np.arange(len(new)), new]).max())
+        return "every token is the most probable by one forward over the whole text", gap, 256 * eps * largest
     wanted, _ = probabilities(logits, request.sampling)
     own = np.log(np.asarray(wanted)[0, np.arange(len(new)), new])
     # A change of every logit by delta moves a log-probability by 2 delta / temperature at most.
-    return float(np.abs(own - np.array(answer.logprobs)).max()), 2 / temperature * 64 * eps * largest
+    apart = float(np.abs(own - np.array(answer.logprobs)).max())
+    what = "every token's log-probability is that of one forward over the whole text"
+    return what, apart, 2 / temperature * 64 * eps * largest
 
 
 def summarise(job: Job, request: Request, answer: Answer, load_s: float, compile_s: float) -> None:
