@@ -30,6 +30,7 @@ type Stored = dict[str, tensor_files.StoredTensor]
 # Older checkpoints store what is computed from the configuration.
 REDUNDANT = "rotary_emb.inv_freq"
 MAX_SHARD_BYTES = 5_000_000_000
+WORTH_COMPILING = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +211,11 @@ def _check_params(config: DecoderConfig, params: Params) -> None:
         raise fail("params", "those of `config`", "; ".join(wrong))
 
 
+def _unturned(array: Any) -> Any:
+    """Weights as the file has them; turned by the device, which is faster, unless compiling takes longer than that."""
+    return jax.jit(unturned)(array) if array.nbytes > WORTH_COMPILING else unturned(np.asarray(array))
+
+
 def save(
     directory: Path | str,
     config: DecoderConfig,
@@ -239,8 +245,8 @@ def save(
 
     def tensors() -> Iterator[np.ndarray]:
         for slot in slots(config):
-            array = np.asarray(arrays[slot.path]).astype(dtypes[slot.path], copy=False)
-            yield from slot.layout.split(unturned(array) if slot.layout.turns else array)
+            array = _unturned(arrays[slot.path]) if slot.layout.turns else arrays[slot.path]
+            yield from slot.layout.split(np.asarray(array).astype(dtypes[slot.path], copy=False))
 
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

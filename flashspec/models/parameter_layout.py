@@ -124,7 +124,7 @@ def turned(array: Any) -> Any:
     return array.transpose(array.ndim - 1, *range(array.ndim - 1))
 
 
-def unturned(array: np.ndarray) -> np.ndarray:
+def unturned(array: Any) -> Any:
     """The opposite of `turned`."""
     return array.transpose(*range(1, array.ndim), 0)
 

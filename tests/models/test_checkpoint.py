@@ -24,6 +24,13 @@ def assert_same(left: Any, right: Any) -> None:
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+def test_large_weights_are_turned_by_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models.checkpoint, "WORTH_COMPILING", 0)
+    config, params = example("qwen2")
+    models.save(tmp_path, config, params)
+    assert_same(models.load(tmp_path).params, params)
+
+
 @pytest.mark.parametrize("shard_bytes", [10**9, 3000])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_round_trip(name: str, shard_bytes: int, tmp_path: Path) -> None:

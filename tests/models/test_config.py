@@ -1,6 +1,8 @@
 """`config.json` in both directions, and what it must refuse."""
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,6 +208,15 @@ def test_an_option_of_another_family_is_refused_by_name() -> None:
 def test_a_model_cut_short_keeps_its_pattern() -> None:
     cut = dataclasses.replace(PRESETS["gemma-3-1b"], num_layers=7)
     assert cut.full_layers == (5,)
+
+
+# `config.json` as the models' authors write them, with all of their keys.
+PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_is_the_published_file(name: str) -> None:
+    assert DecoderConfig.from_hf(PUBLISHED[name]) == PRESETS[name]
 
 
 def test_it_is_a_static_argument() -> None:
