@@ -120,7 +120,7 @@ def test_programs_are_equally_busy():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"stages": 1}, {"stages": True}, {"programs": 0}, {"block_keys": 96}, {"query_buffers": 3}]
+    "wrong", [{"stages": 1}, {"stages": True}, {"programs": 0}, {"block_keys": 96}, {"merge_loads": 0}]
 )
 def test_illegal_settings_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

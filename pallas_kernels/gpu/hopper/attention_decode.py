@@ -76,29 +76,33 @@ def _grouped(shape: DecodeShape, query: Array) -> Array:
 class _Scratch(NamedTuple):
     """What a program keeps in shared memory."""
 
-    query_or_sums: Any  # [buffers, ...] the query of a part, and after its last block u, half its columns at a time
+    query_or_sums: Any  # the query of a part, and after its last block u, half its columns at a time
     key: Any  # [stages, block_keys, H]
     value: Any
     query_ready: Any  # barriers
-    query_free: Any
+    query_read: Any
+    sums_stored: Any
+    values_hidden: Any
     key_ready: Any
     value_ready: Any
     consumed: Any
 
 
 def _scratch(call: DecodeCall, dtype: Any) -> _Scratch:
-    shape, stages, buffers = call.shape, call.config.stages, call.config.query_buffers
+    shape, stages = call.shape, call.config.stages
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
     rows, blocks = shape.tiles * TILE, (stages, call.config.block_keys, shape.H)
     pieces = call.config.block_keys // _piece(call)
     return _Scratch(
         plgpu.RefUnion(
-            plgpu.SMEM((buffers, rows, shape.H), dtype, transforms=transforms),
-            plgpu.SMEM((buffers, rows, shape.H // 2), jnp.float32),
+            plgpu.SMEM((rows, shape.H), dtype, transforms=transforms),
+            plgpu.SMEM((rows, shape.H // 2), jnp.float32),
         ),
         plgpu.SMEM(blocks, dtype, transforms=transforms),
         plgpu.SMEM(blocks, dtype, transforms=transforms),
-        plgpu.Barrier(num_arrivals=shape.groups, num_barriers=buffers),
+        plgpu.Barrier(num_arrivals=shape.groups),
+        plgpu.Barrier(num_arrivals=shape.tiles),
+        plgpu.Barrier(num_arrivals=shape.tiles),
         plgpu.Barrier(num_arrivals=shape.tiles),
         plgpu.Barrier(num_arrivals=pieces, num_barriers=stages),
         plgpu.Barrier(num_arrivals=pieces, num_barriers=stages),
@@ -126,19 +130,16 @@ def _kernel(call: DecodeCall, names: tuple[str, ...], *refs: Any) -> None:
         done, index, place, ahead = carry
         blocks = share.run(place, done)
         following = work.after(place, blocks)
-        if call.config.query_buffers > 1:
-            copies.query(following, index + 1, done + blocks)
-        plgpu.barrier_wait(scratch.query_ready.at[copies.buffer(index)])
+        plgpu.barrier_wait(scratch.query_ready)
         rows = _Rows(call, given, work, place, group)
-        query, sums = (ref.at[copies.buffer(index)] for ref in scratch.query_or_sums)
-        m, l, u, ahead = _attend(rows, query, scratch, copies, done, blocks, ahead)
-        _store(outputs, sums, call, group, share.part + index, m, l, u)
-        _note_parts(outputs, call, place, blocks, share.part + index)
-        if call.config.query_buffers == 1:
-            copies.query(following, index + 1, done + blocks)
+        m, l, u, ahead = _attend(rows, scratch, copies, done, blocks, ahead)
+        copies.release_query()
+        _store(outputs, scratch, call, group, share.part + index, m, l, u)
+        pl.when(group == 0)(lambda: _note_parts(outputs, call, place, blocks, share.part + index))
+        copies.query(following, index, done + blocks)
         return done + blocks, index + 1, following, ahead
 
-    copies.query(share.start, zero, zero)
+    copies.query(share.start, None, zero)
     carry = zero, zero, share.start, copies.begin(share.start)
     lax.while_loop(lambda carry: carry[0] < share.blocks, part, carry)
     plgpu.wait_smem_to_gmem(0)
@@ -154,26 +155,28 @@ class _Copies(NamedTuple):
     group: Array
     blocks: Array  # of the program
 
-    def buffer(self, index: Array) -> Array:
-        """Where the query of the `index`-th part of the program lies."""
-        return rem(index, self.call.config.query_buffers)
-
-    def query(self, place: Place, index: Array, done: Array) -> None:
-        """Start the copy of the packed query rows of the `index`-th part, before which there are `done` blocks."""
+    def query(self, place: Place, index: Array | None, done: Array) -> None:
+        """Start the copy of a part's packed query rows; before it come `done` blocks and part `index`, if any."""
         shape, scratch = self.call.shape, self.scratch
-        target, ready = scratch.query_or_sums[0].at[self.buffer(index)], scratch.query_ready.at[self.buffer(index)]
-        if shape.tiles > 1:
-            pl.when(index > 0)(lambda: plgpu.barrier_arrive(scratch.query_free))
+        target, _ = scratch.query_or_sums
+        if shape.tiles > 1 and index is not None:
+            plgpu.barrier_arrive(scratch.sums_stored)
 
         @pl.when((self.group == 0) & (done < self.blocks))
-        def _() -> None:
-            if shape.tiles > 1:
-                pl.when(index > 0)(lambda: plgpu.barrier_wait(scratch.query_free))
+        def _start() -> None:
+            if shape.tiles > 1 and index is not None:
+                plgpu.barrier_wait(scratch.sums_stored)
             inner = pl.ds(0, shape.stride)  # past its size the copy fills in zeros
             for i in range(shape.groups):
                 at = (i, place.k, inner) if shape.heads_inside else (inner, place.k, i)
                 rows = target.at[pl.ds(i * shape.stride, shape.stride)]
-                plgpu.copy_gmem_to_smem(self.given["query"].at[(place.b, *at)], rows, ready)
+                plgpu.copy_gmem_to_smem(self.given["query"].at[(place.b, *at)], rows, scratch.query_ready)
+
+    def release_query(self) -> None:
+        """Wait until no warpgroup reads the query any more: its memory takes the sums of all."""
+        if self.call.shape.tiles > 1:
+            plgpu.barrier_arrive(self.scratch.query_read)
+            plgpu.barrier_wait(self.scratch.query_read)
 
     def begin(self, start: Place) -> tuple[Place, tuple[Array, ...]]:
         """Fill all stages; returns the block that follows and its pages."""
@@ -278,16 +281,25 @@ class _Rows:
         some = start + self.call.config.block_keys > self.length
         return some if self.call.left is None else some | (start < self.work.oldest(self.place.b))
 
-    def hide(self, start: Array, value: Any) -> None:
-        """Zero the values that no row sees: a weight of 0 would not hide their NaN."""
-        for i in range(0, self.call.config.block_keys, TILE):
-            at = self.positions(start + i, TILE, ROW)
-            seen = at < self.length
-            if self.call.left is not None:
-                seen = seen & (at >= self.work.oldest(self.place.b))
-            tile = value.at[pl.ds(i, TILE)]
-            tile[...] = jnp.where(_across(seen, tile.shape), tile[...], jnp.zeros((), tile.dtype))
-        plgpu.commit_smem()
+    def hide(self, start: Array, value: Any, done: Any) -> None:
+        """Zero the values that no row sees: a weight of 0 would not hide their NaN. `done` is a barrier."""
+
+        def blank() -> None:
+            for i in range(0, self.call.config.block_keys, TILE):
+                at = self.positions(start + i, TILE, ROW)
+                seen = at < self.length
+                if self.call.left is not None:
+                    seen = seen & (at >= self.work.oldest(self.place.b))
+                tile = value.at[pl.ds(i, TILE)]
+                tile[...] = jnp.where(_across(seen, tile.shape), tile[...], jnp.zeros((), tile.dtype))
+            plgpu.commit_smem()
+
+        if self.call.shape.tiles == 1:
+            blank()
+            return
+        pl.when(self.group == 0)(blank)
+        plgpu.barrier_arrive(done)
+        plgpu.barrier_wait(done)
 
 
 def _across(rows: Array, shape: tuple[int, ...]) -> Array:
@@ -298,11 +310,12 @@ def _down(columns: Array, shape: tuple[int, ...]) -> Array:
     return lax.broadcast_in_dim(columns, shape, (1,))
 
 
-def _attend(rows: _Rows, query: Any, scratch: _Scratch, copies: _Copies, done: Array, blocks: Array, ahead: Any) -> Any:
+def _attend(rows: _Rows, scratch: _Scratch, copies: _Copies, done: Array, blocks: Array, ahead: Any) -> Any:
     """m, l [TILE] and u [TILE, H] of a part of `blocks` blocks, after `done` blocks of the program (eq. 33.3)."""
     call, place = rows.call, rows.place
     keys, H = call.config.block_keys, call.shape.H
     mine = pl.ds(pl.multiple_of(rows.group * TILE, TILE), TILE)
+    query, _ = scratch.query_or_sums
 
     def step(i: Array, carry: Any) -> Any:
         m, l, u, ahead = carry
@@ -325,7 +338,7 @@ def _attend(rows: _Rows, query: Any, scratch: _Scratch, copies: _Copies, done: A
         u = u * _across(decay, u.shape)
         narrow = weights.astype(scratch.value.dtype)
         plgpu.barrier_wait(scratch.value_ready.at[slot])
-        pl.when(rows.partly_hidden(start))(lambda: rows.hide(start, scratch.value.at[slot]))
+        pl.when(rows.partly_hidden(start))(lambda: rows.hide(start, scratch.value.at[slot], scratch.values_hidden))
 
         def add(acc: Any) -> None:
             plgpu.wgmma(acc, narrow, scratch.value.at[slot])
@@ -349,9 +362,12 @@ def _base_2(call: DecodeCall, products: Array) -> Array:
     return (1 - 2 / (1 + twice)) * (call.soft_cap * LOG2E)
 
 
-def _store(outputs: Any, sums: Any, call: DecodeCall, group: Array, part: Array, m: Array, l: Array, u: Array) -> None:
+def _store(
+    outputs: Any, scratch: _Scratch, call: DecodeCall, group: Array, part: Array, m: Array, l: Array, u: Array
+) -> None:
     """Write the statistics of a part. The query has been read for the last time: its memory takes u."""
     m_out, l_out, u_out, *_ = outputs
+    _, sums = scratch.query_or_sums
     half = call.shape.H // 2
     origin = pl.multiple_of(group * TILE, TILE)
     mine, stored = pl.ds(origin, TILE), pl.ds(origin, min(call.shape.rows, TILE))

@@ -79,7 +79,6 @@ class DecodeConfig:
       stages: blocks of keys and values that are in shared memory at once.
       programs: thread blocks that share the work; the best is what the chip holds at once.
       least_blocks: blocks that a program gets at least, where there are fewer than there are programs.
-      query_buffers: 2 to copy the query of the next part ahead of its use, which takes a warpgroup to itself.
       merge_loads: partial results that a program of the merge reads at once.
     """
 
@@ -87,7 +86,6 @@ class DecodeConfig:
     stages: int = 3
     programs: int = 132
     least_blocks: int = 2
-    query_buffers: int = 1
     merge_loads: int = 16
 
     def __post_init__(self) -> None:
@@ -95,7 +93,6 @@ class DecodeConfig:
             ("stages", 2, 16),
             ("programs", 1, 2**16),
             ("least_blocks", 1, 2**16),
-            ("query_buffers", 1, 2),
             ("merge_loads", 1, 64),
         ):
             value = getattr(self, name)
@@ -159,17 +156,13 @@ class DecodeCall(NamedTuple):
 def shared_bytes(shape: DecodeShape, config: DecodeConfig) -> int:
     """Bytes of shared memory of one thread block, for elements of two bytes."""
     keys_and_values = 2 * config.stages * config.block_keys
-    return (keys_and_values + config.query_buffers * shape.tiles * TILE) * shape.H * 2 + BLOCK_OVERHEAD
+    return (keys_and_values + shape.tiles * TILE) * shape.H * 2 + BLOCK_OVERHEAD
 
 
 def config_refusals(shape: DecodeShape, config: DecodeConfig) -> tuple[str, ...]:
     """Why these settings are not legal for a call; empty when they are."""
     used = shared_bytes(shape, config)
-    rules = (
-        (used > SHARED_BYTES, f"{used} bytes of shared memory are more than {SHARED_BYTES}"),
-        (config.query_buffers > 1 and shape.tiles > 1, "a second buffer for queries needs rows of one warpgroup"),
-    )
-    return tuple(reason for refused, reason in rules if refused)
+    return (f"{used} bytes of shared memory are more than {SHARED_BYTES}",) if used > SHARED_BYTES else ()
 
 
 def heuristic(shape: DecodeShape, cores: int) -> DecodeConfig:
@@ -178,10 +171,8 @@ def heuristic(shape: DecodeShape, cores: int) -> DecodeConfig:
     Blocks of 128 keys take the registers of 64 rows times 128 scores, which a program of up to two warpgroups has.
     """
     keys = 128 if shape.tiles <= 2 and shape.H <= 128 and shape.S >= 128 else 64
-    buffers = 2 if shape.tiles == 1 and shape.H <= 128 else 1
-    free = SHARED_BYTES - BLOCK_OVERHEAD - 2 * buffers * shape.tiles * TILE * shape.H
-    stages = max(2, min(6, free // (4 * keys * shape.H)))
-    return DecodeConfig(keys, stages, programs=cores, query_buffers=buffers)
+    free = SHARED_BYTES - BLOCK_OVERHEAD - 2 * shape.tiles * TILE * shape.H
+    return DecodeConfig(keys, stages=max(2, min(6, free // (4 * keys * shape.H))), programs=cores)
 
 
 def candidates(shape: DecodeShape, cores: int) -> tuple[DecodeConfig, ...]:
