@@ -51,9 +51,12 @@ steps, stepped = [], cache
 for i in range(new.shape[1]):
     logits, stepped = apply(pair.target_params, new[:, i : i + 1], stepped)
     steps.append(np.asarray(logits)[:, 0])
+row = np.concatenate([prompt[:, :-1], new], axis=1)
+uncached, _ = apply(pair.target_params, row, pair.target.init_cache(1, 64))  # the whole row, from nothing
 wrong_at_once, _ = apply(pair.target_params, new, rollback(cache, cache.length - 1))  # one position too early
-assert np.allclose(at_once, np.stack(steps, 1), atol=1e-3)
-assert not np.allclose(wrong_at_once, np.stack(steps, 1), atol=1e-1)
+for logits in (np.stack(steps, 1), uncached[:, -new.shape[1] :]):
+    assert np.allclose(at_once, logits, atol=1e-3)
+    assert not np.allclose(wrong_at_once, logits, atol=1e-1)
 
 # %% [markdown]
 # ## Rounds of a real generation
