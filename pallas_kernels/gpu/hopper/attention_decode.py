@@ -166,7 +166,8 @@ class _Copies(NamedTuple):
         def _start() -> None:
             if shape.tiles > 1 and index is not None:
                 plgpu.barrier_wait(scratch.sums_stored)
-            inner = pl.ds(0, shape.stride)  # past its size the copy fills in zeros
+            # Past the size of the axis the copy fills in zeros; jax refuses that of a start that it knows, such as 0.
+            inner = pl.ds(pl.multiple_of(self.group * shape.stride, shape.stride), shape.stride)
             for i in range(shape.groups):
                 at = (i, place.k, inner) if shape.heads_inside else (inner, place.k, i)
                 rows = target.at[pl.ds(i * shape.stride, shape.stride)]
