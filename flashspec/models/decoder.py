@@ -222,6 +222,7 @@ class Decoder(nnx.Module):
         attention: Callable[..., Array],
         num_valid: Array | None = None,
         place: Callable[[Array], Array] = _unchanged,
+        write: Callable[..., Any] = append,
     ) -> tuple[Array, Any]:
         """Append `tokens` to the cache, and give the hidden state after each, which `logits` reads.
 
@@ -232,6 +233,7 @@ class Decoder(nnx.Module):
             window=window, scale=scale, logits_soft_cap=cap)`, the last three only where the layer has them.
           num_valid: [B], the first so many tokens of each row are real; None for all.
           place: applied to all that enters the residual stream [B,T,hidden]; where it lies on a mesh goes here.
+          write: `flashspec.cache.append`, or what does the same on a mesh.
 
         Returns:
           (hidden [B,T,hidden], normalised; the cache with `length` advanced by `num_valid` or T).
@@ -241,7 +243,7 @@ class Decoder(nnx.Module):
 
         def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
             nonlocal cache
-            cache = append(cache, layer, key, value, num_valid)
+            cache = write(cache, layer, key, value, num_valid)
             return attention(query, view(cache, layer), q_lengths=num_valid, **self._options(layer))
 
         hidden = self.hidden(place(self._scaled(self._embed_few(tokens))), positions, attend, place)

@@ -16,7 +16,15 @@ from flashspec.checks import at_least, fail, one_of
 from flashspec.language_model import LanguageModel, Params
 from flashspec.models.config import DecoderConfig
 from flashspec.models.decoder import merge
-from flashspec.models.partition import DATA, check_mesh, split_attention, split_cache, split_rows, whole_logits
+from flashspec.models.partition import (
+    DATA,
+    check_mesh,
+    split_append,
+    split_attention,
+    split_cache,
+    split_rows,
+    whole_logits,
+)
 from pallas_kernels.launch import round_up
 
 CACHES = ("dense", "window", "paged")
@@ -49,7 +57,7 @@ class _Functions:
 
     def apply(self, params: Params, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         decoder = merge(self.config, params, self.precision)
-        hidden, cache = decoder.step(tokens, cache, attention=self.attention, place=self.place)
+        hidden, cache = decoder.step(tokens, cache, **self._ways)
         logits = decoder.logits(hidden)
         return logits if self.mesh is None else whole_logits(logits, self.mesh), cache
 
@@ -59,12 +67,20 @@ class _Functions:
         for start in range(0, tokens.shape[1], chunk):
             part = tokens[:, start : start + chunk]
             valid = jnp.clip(num_valid - start, 0, part.shape[1])
-            _, cache = decoder.step(part, cache, attention=self.attention, num_valid=valid, place=self.place)
+            _, cache = decoder.step(part, cache, num_valid=valid, **self._ways)
         return cache
 
-    def place(self, x: jax.Array) -> jax.Array:
-        """The residual stream [B,T,hidden] where it belongs."""
-        return x if self.mesh is None else split_rows(x, self.mesh)
+    @property
+    def _ways(self) -> dict[str, Any]:
+        """How a step attends, and where its arrays lie."""
+        if self.mesh is None:
+            return {"attention": self.attention}
+        mesh = self.mesh
+        return {
+            "attention": split_attention(self.attention, mesh),
+            "place": lambda x: split_rows(x, mesh),
+            "write": split_append(mesh),
+        }
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
         if self.mesh is None:
@@ -128,7 +144,6 @@ def as_language_model(
     at_least("page_size", page_size, 1)
     if mesh is not None:
         mesh = check_mesh(config, mesh)
-        attention = split_attention(attention, mesh)
     own = _Functions(config, jnp.dtype(dtype), cache, draft_length, page_size, attention, precision, mesh)
     return LanguageModel(own.apply, own.init_cache, config.vocab_size, own.prefill)
 

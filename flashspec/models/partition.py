@@ -5,7 +5,12 @@
     embed, head              split over hidden and over V where that divides them
     keys and values          rows over "data", key/value heads over "model"
 
-Attention runs in `jax.shard_map`: every device has whole rows and whole groups, so that any kernel serves it.
+Attention and cache writes run in `jax.shard_map`: every device has whole rows and whole groups, so that any kernel
+serves it. A forward then sends two sums a layer, and gathers embeddings and logits once.
+
+    mesh = models.decoder_mesh(data=2, model=4)
+    checkpoint = models.load(directory, mesh=mesh)
+    model = models.as_language_model(checkpoint.config, jnp.bfloat16, mesh=mesh)
 """
 
 from collections.abc import Callable
@@ -16,7 +21,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flashspec.attention.views import DenseView, PagedView, View, WindowView
-from flashspec.cache import Cache, PagedCache
+from flashspec.cache import Cache, PagedCache, append
 from flashspec.checks import at_least, fail
 from flashspec.models.config import DecoderConfig
 from flashspec.models.parameter_layout import Path, Spec
@@ -81,15 +86,33 @@ def sharding(mesh: Mesh, spec: Spec) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def split_cache(cache: Cache, mesh: Mesh) -> Cache:
-    """A traced or concrete cache with its arrays split over the mesh; pages are shared by rows, and split by heads."""
+def _cache_specs(cache: Cache) -> Any:
+    """A cache with partition specs in place of its arrays; pages are shared by rows, and split by heads alone."""
     held = _PAGES if isinstance(cache, PagedCache) else _HEADS
+    return jax.tree.map(lambda x: held if x.ndim == 4 else PartitionSpec(DATA, *(None,) * (x.ndim - 1)), cache)
 
-    def place(array: jax.Array) -> jax.Array:
-        spec = held if array.ndim == 4 else PartitionSpec(DATA, *(None,) * (array.ndim - 1))
-        return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
 
-    return jax.tree.map(place, cache)
+def split_cache(cache: Cache, mesh: Mesh) -> Cache:
+    """A traced or concrete cache with its arrays split over the mesh."""
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), _cache_specs(cache))
+    return jax.lax.with_sharding_constraint(cache, shardings)
+
+
+def split_append(mesh: Mesh) -> Callable[..., Cache]:
+    """`flashspec.cache.append` with every device writing its own rows and heads; pages are the concern of all rows."""
+
+    def write(cache: Cache, layer: int, k: jax.Array, v: jax.Array, num_valid: jax.Array | None) -> Cache:
+        if isinstance(cache, PagedCache):
+            return append(cache, layer, k, v, num_valid)
+
+        def local(cache: Cache, k: jax.Array, v: jax.Array, num_valid: jax.Array | None) -> Cache:
+            return append(cache, layer, k, v, num_valid)
+
+        held = _cache_specs(cache)
+        specs = (held, _HEADS, _HEADS, None if num_valid is None else _ROWS)
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=held, check_vma=False)(cache, k, v, num_valid)
+
+    return write
 
 
 def split_rows(x: jax.Array, mesh: Mesh) -> jax.Array:

@@ -82,6 +82,14 @@ def test_token_by_token_after_a_prefill_with_padding(name: str) -> None:
     assert_close(found[: short - 2, 1], kept["padded"][2:], TOLERANCE)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_gpu(name: str) -> None:
+    test_whole_rows(name)
+    test_late_positions(name)
+    test_token_by_token_after_a_prefill_with_padding(name)
+
+
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("llama3", {"rope_scaling": None}),
     ("llama3", {"rope_scaling": models.RopeScaling("linear", 8.0)}),

@@ -21,7 +21,7 @@ from flashspec.models.parameter_layout import slots
 from flashspec.models.partition import parameter_spec, sharding
 from flashspec.sampling import SamplingParams
 from flashspec.speculative import ModelDrafter
-from tests.models.examples import example, forward, random_params
+from tests.models.examples import assert_close, example, forward, random_params
 
 SIZES = (48, 32, 64, 2, 16, 8, 4)
 CONFIG = models.DecoderConfig("qwen2", *SIZES, sliding_window=6, full_layers=(0,))
@@ -113,9 +113,9 @@ def test_joining_moves_nothing_between_devices() -> None:
 COLLECTIVE = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 
 
-def collectives() -> collections.Counter[str]:
-    """What one forward sends between eight devices that share the heads."""
-    mesh = models.decoder_mesh(1, 8)
+def collectives(shape: tuple[int, int]) -> collections.Counter[str]:
+    """What one forward sends between devices."""
+    mesh = models.decoder_mesh(*shape)
     model = models.as_language_model(CONFIG, mesh=mesh)
     params = models.place(CONFIG, parameters(CONFIG), mesh)
 
@@ -126,11 +126,29 @@ def collectives() -> collections.Counter[str]:
     return collections.Counter(COLLECTIVE.findall(program))
 
 
-def test_a_forward_sends_two_sums_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Besides, embeddings and logits are gathered once; no weight ever moves."""
-    assert collectives() == {"all-reduce": 2 * CONFIG.num_layers, "all-gather": 2}
+@pytest.mark.parametrize("shape", MESHES)
+def test_a_forward_sends_two_sums_a_layer(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Besides, embeddings and logits are gathered once; no weight and no cache ever moves."""
+    assert collectives(shape) == {"all-reduce": 2 * CONFIG.num_layers, "all-gather": 2}
     monkeypatch.setattr(models.language_model, "split_rows", lambda x, mesh: x)
-    assert collectives().total() > 2 * CONFIG.num_layers + 2
+    assert collectives(shape).total() > 2 * CONFIG.num_layers + 2
+
+
+@pytest.mark.parametrize("kind", ["window", "paged"])
+def test_other_caches(kind: str) -> None:
+    config = dataclasses.replace(CONFIG, full_layers=(), num_layers=1)
+    params, tokens = parameters(config), jnp.asarray(np.random.default_rng(1).integers(0, 48, (2, 9)), jnp.int32)
+    mesh = models.decoder_mesh(2, 4)
+    model = models.as_language_model(config, mesh=mesh, cache=kind, draft_length=2, page_size=4)
+
+    @jax.jit
+    def decode(params: Any, tokens: jax.Array) -> jax.Array:
+        cache = model.fill(params, tokens[:, :6], jnp.array([6, 4], jnp.int32), 12)
+        following = jnp.take_along_axis(tokens, cache.length[:, None] + jnp.arange(3, dtype=jnp.int32)[None], axis=1)
+        return model.apply(params, following, cache)[0]
+
+    wanted = forward(config, params, tokens)
+    assert_close(decode(models.place(config, params, mesh), tokens), jnp.stack([wanted[0, 6:], wanted[1, 4:7]]))
 
 
 def test_what_a_mesh_does_not_divide_is_named(tmp_path: Path) -> None:
