@@ -23,7 +23,7 @@ from pallas_kernels.gpu.hopper.attention_backward_config import (
 from pallas_kernels.gpu.hopper.attention_backward_keys import WARPGROUPS, KeyBlocks
 from pallas_kernels.gpu.hopper.attention_backward_queries import QueryBlocks
 from pallas_kernels.gpu.hopper.attention_backward_tile import Operands, Scores
-from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, SegmentIds
+from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, SegmentIds, segment_ranges
 from pallas_kernels.gpu.hopper.attention_tile import LOG2E
 from pallas_kernels.launch import round_up
 
@@ -131,36 +131,3 @@ def _segment_operands(shape: BackwardShape, ids: SegmentIds) -> dict[str, Array]
         "q_ranges": segment_ranges(ids.q, ids.kv, BLOCK_Q),
         "kv_ranges": segment_ranges(ids.kv, ids.q, BLOCK_KV),
     }
-
-
-def segment_ranges(own: Array, other: Array, size: int) -> Array:
-    """For each block of `size` of our ids, where the other side has ids within its range, and where only its one id.
-
-    Args:
-      own: int32 [B, X].
-      other: int32 [B, Y].
-      size: ids in a block.
-
-    Returns:
-      int32 [B, blocks, 4]: [begin, end) outside of which no id is one of the block's, and [begin, end) within which all
-      ids are the one that the whole block has, empty where there is no such run. Ids in ascending order, as in packed
-      sequences, give exact ranges.
-    """
-    blocks = jnp.pad(own, ((0, 0), (0, -own.shape[1] % size)), mode="edge").reshape(own.shape[0], -1, size)
-    low, high = blocks.min(axis=2)[:, :, None], blocks.max(axis=2)[:, :, None]
-    ids = other[:, None, :]
-    within = _extent((ids >= low) & (ids <= high))
-    same = (ids == low) & (low == high)
-    begin, end = _extent(same)
-    run = same.sum(axis=2, dtype=jnp.int32) == end - begin
-    return jnp.stack([*within, jnp.where(run, begin, 0), jnp.where(run, end, 0)], axis=2)
-
-
-def _extent(inside: Array) -> tuple[Array, Array]:
-    """[begin, end) from the first True to the last along the last axis; [0, 0) where there is none."""
-    size = inside.shape[2]
-    index = jnp.arange(size, dtype=jnp.int32)[None, None]
-    some = inside.any(axis=2)
-    begin = jnp.where(inside, index, size).min(axis=2)
-    end = jnp.where(inside, index, -1).max(axis=2) + 1
-    return jnp.where(some, begin, 0), jnp.where(some, end, 0)

@@ -17,7 +17,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.hopper.attention_backward_config import BLOCK_KV, BackwardConfig
-from pallas_kernels.gpu.hopper.attention_backward_tile import Operands, Scores, hide, load_ids, visited
+from pallas_kernels.gpu.hopper.attention_backward_tile import (
+    Operands,
+    Scores,
+    hide,
+    intersection,
+    load_ids,
+    visited,
+    within,
+)
 from pallas_kernels.gpu.hopper.attention_tile import COLUMN, ROW, TILE, place, tiled
 from pallas_kernels.launch import cdiv
 
@@ -26,14 +34,19 @@ EXCHANGES = 2  # buffers of dS: one is read while the next is written
 
 
 class Block(NamedTuple):
-    """A thread block's keys, and the blocks [first, first + count) of queries that meet them, of each head."""
+    """A thread block's keys, and the blocks of queries that meet them, of each head: [begin, end).
+
+    Those outside of [full_begin, full_end) have to be masked.
+    """
 
     batch: Any
     kv_head: Any
     k_start: Any
     row: Any
-    first: Any
-    count: Any
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
 
 
 class KeyBlocks:
@@ -94,22 +107,48 @@ class KeyBlocks:
         pl.when(warpgroup == WARPGROUPS)(functools.partial(self._copy, block))
 
     def _block(self, index: Any) -> Block:
-        s, mask = self.shape, self.scores.mask
+        s, mask, size = self.shape, self.scores.mask, self.config.block_q
         head, block = place(index, s.B * s.K, self.kv_blocks, max(1, self.config.section // s.G))
-        batch = lax.div(head, s.K)
+        batch, k_start = lax.div(head, s.K), block * BLOCK_KV
         row = mask.row(self.gmem.bounds, batch)
-        begin, end = mask.visible_queries(row, block * BLOCK_KV, BLOCK_KV)
-        ranges = None if self.gmem.kv_ranges is None else [self.gmem.kv_ranges[batch, block, i] for i in range(2)]
-        first, end = visited(begin, end, ranges, self.config.block_q, self.q_blocks)
-        return Block(batch, lax.rem(head, s.K), block * BLOCK_KV, row, first, end - first)
+        seen, full = mask.visible_queries(row, k_start, BLOCK_KV), mask.full_queries(row, k_start, BLOCK_KV)
+        if mask.segments:
+            ranges = [self.gmem.kv_ranges[batch, block, i] for i in range(4)]
+            seen, full = intersection(seen, ranges[:2]), intersection(full, ranges[2:])
+        begin, end = visited(seen, size, self.q_blocks)
+        # Without a limit at that end, the last queries are hidden by their lse at most.
+        full_begin, full_end = within(full, begin, end, size, open_ended=not (mask.left or mask.segments))
+        return Block(batch, lax.rem(head, s.K), k_start, row, begin, full_begin, full_end, end)
 
-    def _queries(self, block: Block, i: Any) -> tuple[Any, Any]:
-        """(head, index of the first query) of a step."""
+    def _each(self, block: Block, step: Any) -> None:
+        """Call step(head, q_start, masked, i) for every block of queries, of which i counts.
+
+        Full blocks come first: the other way round, the compiler spills registers in the loop that matters.
+        """
+
+        def of_head(member: Any, i: Any) -> Any:
+            head = block.kv_head * self.shape.G + member
+
+            def full(j: Any, i: Any) -> Any:
+                step(head, j * self.config.block_q, False, i)
+                return i + 1
+
+            if self.scores.unmasked(BLOCK_KV):
+                return lax.fori_loop(block.begin, block.end, full, i)
+            before = block.full_begin - block.begin
+
+            def masked(t: Any, i: Any) -> Any:
+                j = block.begin + t + jnp.where(t < before, 0, block.full_end - block.full_begin)
+                step(head, j * self.config.block_q, True, i)
+                return i + 1
+
+            i = lax.fori_loop(block.full_begin, block.full_end, full, i)
+            return lax.fori_loop(0, before + block.end - block.full_end, masked, i)
+
         if self.shape.G == 1:
-            return block.kv_head, (block.first + i) * self.config.block_q
-        member = lax.div(i, block.count)
-        start = (block.first + i - member * block.count) * self.config.block_q
-        return block.kv_head * self.shape.G + member, start
+            of_head(0, jnp.int32(0))
+        else:
+            lax.fori_loop(0, self.shape.G, of_head, jnp.int32(0))
 
     def _copy(self, block: Block) -> None:
         """The memory warpgroup: K and V once, then blocks of queries as stages become free."""
@@ -118,8 +157,7 @@ class KeyBlocks:
         plgpu.copy_gmem_to_smem(gmem.key.at[block.batch, keys, block.kv_head], self.chip.k_smem, self.chip.kv_full)
         plgpu.copy_gmem_to_smem(gmem.value.at[block.batch, keys, block.kv_head], self.chip.v_smem, self.chip.kv_full)
 
-        def step(i: Any, _: None) -> None:
-            head, q_start = self._queries(block, i)
+        def step(head: Any, q_start: Any, masked: bool, i: Any) -> None:
             slot, rows = lax.rem(i, self.config.stages), pl.ds(q_start, self.config.block_q)
             for names in (("q", "query", "lse"), ("do", "output_gradient", "delta")):
                 ring, matrix, vector = names
@@ -131,7 +169,7 @@ class KeyBlocks:
                 source = getattr(gmem, vector).at[block.batch, head, rows]
                 plgpu.copy_gmem_to_smem(source, getattr(self.chip, f"{vector}_smem").at[slot], full)
 
-        lax.fori_loop(0, block.count * self.shape.G, step, None)
+        self._each(block, step)
 
     def _compute(self, block: Block, w: int) -> None:
         """A compute warpgroup: the sums of its 64 keys."""
@@ -140,9 +178,7 @@ class KeyBlocks:
         plgpu.barrier_wait(self.chip.kv_full)
 
         def sums(dk: Any, dv: Any) -> tuple[Any, Any]:
-            step = functools.partial(self._step, block, w, dk, dv)
-            lax.fori_loop(0, block.count * s.G, lambda i, _: step(i), None)
-            plgpu.wgmma_wait(0)
+            self._each(block, functools.partial(self._step, block, w, dk, dv))
             return dk[...], dv[...]
 
         dk, dv = pl.run_scoped(sums, plgpu.ACC((TILE, s.H), jnp.float32), plgpu.ACC((TILE, s.Hv), jnp.float32))
@@ -155,14 +191,13 @@ class KeyBlocks:
         rows = pl.ds(block.k_start + w * TILE, TILE)
         plgpu.copy_smem_to_gmem(self.chip.k_smem.at[mine], self.dk.at[block.batch, rows, block.kv_head])
         plgpu.copy_smem_to_gmem(self.chip.v_smem.at[mine], self.dv.at[block.batch, rows, block.kv_head])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _step(self, block: Block, w: int, dk: Any, dv: Any, i: Any) -> None:
+    def _step(self, block: Block, w: int, dk: Any, dv: Any, head: Any, q_start: Any, masked: bool, i: Any) -> None:
         """One block of queries: S, dP, dV, dQ, dK are issued in this order, and each waited for as late as can be."""
         slot, mine = lax.rem(i, self.config.stages), pl.ds(w * TILE, TILE)
-        head, q_start = self._queries(block, i)
         q, do = self.chip.q_smem.at[slot], self.chip.do_smem.at[slot]
-        p, ds = self._tile(block, w, slot, q_start)
+        p, ds = self._tile(block, w, slot, q_start, masked)
         plgpu.wgmma(dv, p, do)
         if self.fused:
             exchange = lax.rem(i, EXCHANGES)
@@ -192,7 +227,7 @@ class KeyBlocks:
         else:
             products(None)
 
-    def _tile(self, block: Block, w: int, slot: Any, q_start: Any) -> tuple[Any, Any]:
+    def _tile(self, block: Block, w: int, slot: Any, q_start: Any, masked: bool) -> tuple[Any, Any]:
         """P^T and dS^T = P^T (dP^T - delta) (eq. 33.8) of a warpgroup's keys, in the dtype of the operands."""
         shape, mine = (TILE, self.config.block_q), pl.ds(w * TILE, TILE)
         dtype = self.chip.k_smem.dtype
@@ -204,7 +239,8 @@ class KeyBlocks:
             plgpu.wgmma(dp, self.chip.v_smem.at[mine], self.chip.do_smem.at[slot].transpose((1, 0)))
             lse = plgpu.load(self.chip.lse_smem.at[slot], layout=COLUMN)
             p, slope = self.scores.weights(plgpu.wgmma_accumulator_load(s, wait_n=1), lse, 1)
-            p = self._hide(p, block, block.k_start + w * TILE, q_start)
+            if masked:
+                p = self._hide(p, block, block.k_start + w * TILE, q_start)
             p_gradient = p if slope is None else p * slope
             delta = lax.broadcast_in_dim(plgpu.load(self.chip.delta_smem.at[slot], layout=COLUMN), shape, [1])
             ds = p_gradient * (plgpu.wgmma_accumulator_load(dp, wait_n=0) - delta)
@@ -213,21 +249,11 @@ class KeyBlocks:
         return pl.run_scoped(gradients, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
 
     def _hide(self, p: Any, block: Block, k_start: Any, q_start: Any) -> Any:
-        """P^T with 0 for hidden pairs; a block of which every pair is visible pays one comparison."""
-        if self.scores.unmasked(BLOCK_KV):
-            return p
-        begin, end = self.scores.mask.full_queries(block.row, k_start, TILE)
-        if self.scores.mask.segments:
-            ranges = [self.gmem.kv_ranges[block.batch, lax.div(k_start, BLOCK_KV), i] for i in (2, 3)]
-            begin, end = jnp.maximum(begin, ranges[0]), jnp.minimum(end, ranges[1])
-
-        def hidden() -> Any:
-            span = self.scores.queries_of_keys(block.row, k_start, TILE)
-            row_ids = load_ids(self.gmem.kv_ids, block.batch, k_start, TILE, ROW)
-            column_ids = load_ids(self.gmem.q_ids, block.batch, q_start, self.config.block_q, COLUMN)
-            return hide(p, span, q_start, row_ids, column_ids)
-
-        return lax.cond((q_start < begin) | (q_start + self.config.block_q > end), hidden, lambda: p)
+        """P^T with 0 for hidden pairs."""
+        span = self.scores.queries_of_keys(block.row, k_start, TILE)
+        row_ids = load_ids(self.gmem.kv_ids, block.batch, k_start, TILE, ROW)
+        column_ids = load_ids(self.gmem.q_ids, block.batch, q_start, self.config.block_q, COLUMN)
+        return hide(p, span, q_start, row_ids, column_ids)
 
     def _add(self, block: Block, w: int, head: Any, q_start: Any, dq: Any) -> None:
         """Add a warpgroup's share of a block of dQ to device memory; what lies past T is cut off by the copy."""

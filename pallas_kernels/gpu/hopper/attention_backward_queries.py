@@ -13,7 +13,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.hopper.attention_backward_config import BLOCK_Q, BackwardConfig
-from pallas_kernels.gpu.hopper.attention_backward_tile import Operands, Scores, hide, load_ids, visited
+from pallas_kernels.gpu.hopper.attention_backward_tile import (
+    Operands,
+    Scores,
+    hide,
+    intersection,
+    load_ids,
+    visited,
+    within,
+)
 from pallas_kernels.gpu.hopper.attention_tile import COLUMN, ROW, TILE, place, tiled
 from pallas_kernels.launch import cdiv
 
@@ -21,14 +29,19 @@ WARPGROUPS = BLOCK_Q // TILE
 
 
 class Block(NamedTuple):
-    """A thread block's queries, and the blocks [first, first + count) of keys that they meet."""
+    """A thread block's queries, and the blocks [begin, end) of keys that they meet.
+
+    Those outside of [full_begin, full_end) have to be masked.
+    """
 
     batch: Any
     head: Any
     q_start: Any
     row: Any
-    first: Any
-    count: Any
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
 
 
 class QueryBlocks:
@@ -69,12 +82,15 @@ class QueryBlocks:
         s, mask = self.shape, self.scores.mask
         head, block = place(index, s.B * s.N, self.q_blocks, self.config.section)
         block = self.q_blocks - 1 - block  # Under a causal mask the last queries see the most keys.
-        batch = lax.div(head, s.N)
+        batch, q_start = lax.div(head, s.N), block * BLOCK_Q
         row = mask.row(self.gmem.bounds, batch)
-        begin, end = mask.visible_keys(row, block * BLOCK_Q, BLOCK_Q)
-        ranges = None if self.gmem.q_ranges is None else [self.gmem.q_ranges[batch, block, i] for i in range(2)]
-        first, end = visited(begin, end, ranges, self.config.block_kv, self.kv_blocks)
-        return Block(batch, lax.rem(head, s.N), block * BLOCK_Q, row, first, end - first)
+        seen, full = mask.visible_keys(row, q_start, BLOCK_Q), mask.full_keys(row, q_start, BLOCK_Q)
+        if mask.segments:
+            ranges = [self.gmem.q_ranges[batch, block, i] for i in range(4)]
+            seen, full = intersection(seen, ranges[:2]), intersection(full, ranges[2:])
+        begin, end = visited(seen, self.config.block_kv, self.kv_blocks)
+        full_begin, full_end = within(full, begin, end, self.config.block_kv, open_ended=False)
+        return Block(batch, lax.rem(head, s.N), q_start, row, begin, full_begin, full_end, end)
 
     def _copy(self, block: Block) -> None:
         """The memory warpgroup: blocks of keys and values as stages become free."""
@@ -83,13 +99,13 @@ class QueryBlocks:
 
         def step(i: Any, _: None) -> None:
             slot = lax.rem(i, self.config.kv_stages)
-            keys = pl.ds((block.first + i) * self.config.block_kv, self.config.block_kv)
+            keys = pl.ds((block.begin + i) * self.config.block_kv, self.config.block_kv)
             for ring, source in (("k", self.gmem.key), ("v", self.gmem.value)):
                 smem, full, free = (getattr(self.chip, f"{ring}_{part}").at[slot] for part in ("smem", "full", "free"))
                 pl.when(i >= self.config.kv_stages)(functools.partial(plgpu.barrier_wait, free))
                 plgpu.copy_gmem_to_smem(source.at[block.batch, keys, kv_head], smem, full)
 
-        lax.fori_loop(0, block.count, step, None)
+        lax.fori_loop(0, block.end - block.begin, step, None)
 
     def _compute(self, block: Block, w: Any) -> None:
         """A compute warpgroup: dQ of its 64 queries."""
@@ -106,19 +122,24 @@ class QueryBlocks:
         plgpu.barrier_wait(self.chip.q_full.at[w])
 
         def total(dq: Any) -> Any:
-            step = functools.partial(self._step, block, w, lse, delta, dq)
-            lax.fori_loop(0, block.count, lambda i, _: step(i), None)
+            parts = [(block.begin, block.end, False)]
+            if not self.scores.unmasked(self.config.block_kv):
+                parts = [(block.begin, block.full_begin, True), (block.full_begin, block.full_end, False)]
+                parts += [(block.full_end, block.end, True)]
+            for begin, end, masked in parts:
+                step = functools.partial(self._step, block, w, lse, delta, dq, masked)
+                lax.fori_loop(begin, end, lambda j, _, step=step: step(j), None)
             return dq[...]
 
         dq = pl.run_scoped(total, plgpu.ACC((TILE, self.shape.H), jnp.float32))
         self.chip.q_smem.at[w][...] = (dq * self.scores.scale).astype(self.chip.q_smem.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(self.chip.q_smem.at[w], self.dq.at[block.batch, rows, block.head])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _step(self, block: Block, w: Any, lse: Any, delta: Any, dq: Any, i: Any) -> None:
+    def _step(self, block: Block, w: Any, lse: Any, delta: Any, dq: Any, masked: bool, j: Any) -> None:
         """One block of keys."""
-        slot, shape = lax.rem(i, self.config.kv_stages), (TILE, self.config.block_kv)
+        slot, shape = lax.rem(j - block.begin, self.config.kv_stages), (TILE, self.config.block_kv)
         k, v = self.chip.k_smem.at[slot], self.chip.v_smem.at[slot]
 
         def gradients(s: Any, dp: Any) -> Any:
@@ -127,7 +148,8 @@ class QueryBlocks:
             plgpu.barrier_wait(self.chip.v_full.at[slot])
             plgpu.wgmma(dp, self.chip.do_smem.at[w], v.transpose((1, 0)))
             p, slope = self.scores.weights(plgpu.wgmma_accumulator_load(s, wait_n=1), lse, 0)
-            p = self._hide(p, block, block.q_start + w * TILE, (block.first + i) * self.config.block_kv)
+            if masked:
+                p = self._hide(p, block, block.q_start + w * TILE, j * self.config.block_kv)
             p_gradient = p if slope is None else p * slope
             dp = plgpu.wgmma_accumulator_load(dp, wait_n=0)
             plgpu.barrier_arrive(self.chip.v_free.at[slot])
@@ -139,19 +161,8 @@ class QueryBlocks:
         plgpu.barrier_arrive(self.chip.k_free.at[slot])
 
     def _hide(self, p: Any, block: Block, q_start: Any, k_start: Any) -> Any:
-        """P with 0 for hidden pairs; a block of which every pair is visible pays one comparison."""
-        block_kv = self.config.block_kv
-        if self.scores.unmasked(block_kv):
-            return p
-        begin, end = self.scores.mask.full_keys(block.row, q_start, TILE)
-        if self.scores.mask.segments:
-            ranges = [self.gmem.q_ranges[block.batch, lax.div(q_start, BLOCK_Q), i] for i in (2, 3)]
-            begin, end = jnp.maximum(begin, ranges[0]), jnp.minimum(end, ranges[1])
-
-        def hidden() -> Any:
-            span = self.scores.keys_of_queries(block.row, q_start, TILE)
-            row_ids = load_ids(self.gmem.q_ids, block.batch, q_start, TILE, ROW)
-            column_ids = load_ids(self.gmem.kv_ids, block.batch, k_start, block_kv, COLUMN)
-            return hide(p, span, k_start, row_ids, column_ids)
-
-        return lax.cond((k_start < begin) | (k_start + block_kv > end), hidden, lambda: p)
+        """P with 0 for hidden pairs."""
+        span = self.scores.keys_of_queries(block.row, q_start, TILE)
+        row_ids = load_ids(self.gmem.q_ids, block.batch, q_start, TILE, ROW)
+        column_ids = load_ids(self.gmem.kv_ids, block.batch, k_start, self.config.block_kv, COLUMN)
+        return hide(p, span, k_start, row_ids, column_ids)

@@ -101,9 +101,23 @@ def load_ids(ids: Any, batch: Any, start: Any, size: int, layout: Any) -> Any:
     return None if ids is None else plgpu.load(ids.at[batch, pl.ds(start, size)], layout=layout, optimized=False)
 
 
-def visited(begin: Any, end: Any, ranges: Any, size: int, blocks: int) -> tuple[Any, Any]:
+def intersection(one: Any, other: Any) -> tuple[Any, Any]:
+    """Of two ranges [begin, end)."""
+    return jnp.maximum(one[0], other[0]), jnp.minimum(one[1], other[1])
+
+
+def visited(indices: Any, size: int, blocks: int) -> tuple[Any, Any]:
     """Blocks [begin, end) that cover a range of indices; at least one, all of it hidden, where it is empty."""
-    if ranges is not None:
-        begin, end = jnp.maximum(begin, ranges[0]), jnp.minimum(end, ranges[1])
-    first = jnp.clip(lax.div(begin, size), 0, blocks - 1)
-    return first, jnp.maximum(lax.div(end + (size - 1), size), first + 1)
+    begin = jnp.clip(lax.div(indices[0], size), 0, blocks - 1)
+    return begin, jnp.maximum(lax.div(indices[1] + (size - 1), size), begin + 1)
+
+
+def within(indices: Any, begin: Any, end: Any, size: int, *, open_ended: bool) -> tuple[Any, Any]:
+    """Those of the blocks [begin, end) that lie in a range of indices; with `open_ended`, whatever follows does, too.
+
+    [end, end) where there are none.
+    """
+    first, last = lax.div(indices[0] + (size - 1), size), lax.div(indices[1], size)
+    last = jnp.where(indices[0] < indices[1], end, begin) if open_ended else jnp.minimum(last, end)
+    some = jnp.maximum(first, begin) < last
+    return jnp.where(some, jnp.maximum(first, begin), end), jnp.where(some, last, end)

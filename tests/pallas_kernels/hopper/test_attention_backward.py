@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gpu.hopper import attention_backward, attention_backward_keys, attention_backward_queries
+from pallas_kernels.gpu.hopper import (
+    attention_backward,
+    attention_backward_keys,
+    attention_backward_queries,
+    attention_backward_tile,
+    attention_mask,
+)
 from pallas_kernels.gpu.hopper.attention_backward_config import BackwardShape, heuristic
 from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, Bounds, SegmentIds
 from tests.mutants import mutant
@@ -155,8 +161,8 @@ def test_gradients(case, deterministic):
     assert max(errors(case, deterministic=deterministic)) < TOLERANCE
 
 
-def keys_mutant(*edits: tuple[str, str]) -> Any:
-    return mutant(attention_backward, KeyBlocks=mutant(attention_backward_keys, *edits).KeyBlocks)
+def keys_mutant(*edits: tuple[str, str], **names: Any) -> Any:
+    return mutant(attention_backward, KeyBlocks=mutant(attention_backward_keys, *edits, **names).KeyBlocks)
 
 
 def queries_mutant(*edits: tuple[str, str]) -> Any:
@@ -173,8 +179,9 @@ WRONG = {
     "full block one too long": (
         CASES["H = 128"],
         keys_mutant(
-            ("q_start + self.config.block_q > end", "q_start + self.config.block_q > end + 64"),
-            ("(q_start < begin)", "(q_start + 64 < begin)"),
+            within=mutant(
+                attention_backward_tile, ("lax.div(indices[0] + (size - 1), size)", "lax.div(indices[0], size)")
+            ).within
         ),
     ),
     "slope of the soft cap": (CASES["soft cap"], keys_mutant(("p if slope is None else p * slope", "p"))),
@@ -240,11 +247,11 @@ def test_nothing_to_do():
 def test_segment_ranges(own, other, expected):
     """Blocks of 2 ids."""
     ids = (jnp.asarray([x], jnp.int32) for x in (own, other))
-    assert attention_backward.segment_ranges(*ids, 2)[0].tolist() == expected
+    assert attention_mask.segment_ranges(*ids, 2)[0].tolist() == expected
 
 
 def test_wrong_segment_ranges_fail():
     """A block of two ids, or a run with a gap, is not full."""
-    wrong = mutant(attention_backward, ("(ids == low) & (low == high)", "ids == low"))
+    wrong = mutant(attention_mask, ("(ids == low) & (low == high)", "ids == low"))
     ids = (jnp.asarray([x], jnp.int32) for x in ([0, 1, 1, 1], [0, 0, 1, 1]))
     assert wrong.segment_ranges(*ids, 2)[0].tolist() != [[0, 4, 0, 0], [2, 4, 2, 4]]
