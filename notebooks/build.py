@@ -13,6 +13,7 @@ import ast
 import hashlib
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ NAMES = tuple(sorted(path.stem for path in FOLDER.glob("33_*.py")))
 VARIES = "varies"
 LARGEST_FILE = 10**6
 CELL_TIMEOUT_S = 300
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -190,12 +192,26 @@ def check(name: str) -> list[str]:
     return found
 
 
-def write(name: str) -> None:
-    """Run a notebook and keep it; the file stays as it is where only images or what varies would change."""
+def write(name: str) -> bool:
+    """Run a notebook and keep it, and say whether the file changed: not where only images or what varies would."""
     fresh, path = execute(source_of(name)), FOLDER / f"{name}.ipynb"
-    if not path.exists() or first_difference(kept(name), fresh):
-        nbformat.validate(fresh)
-        nbformat.write(fresh, path)
+    if path.exists() and not first_difference(kept(name), fresh):
+        return False
+    nbformat.validate(fresh)
+    nbformat.write(fresh, path)
+    return True
+
+
+def build_or_check(name: str, only_check: bool) -> list[str]:
+    """One notebook of the command line; what is wrong with it, empty when nothing is."""
+    try:
+        done = "checked" if only_check else "written" if write(name) else "runs, and shows what it showed"
+        found = check(name) if only_check else complaints(name)
+    except (nbclient.exceptions.CellExecutionError, SyntaxError, ValueError) as error:
+        return [COLOURS.sub("", f"{name}: {error}")]
+    if not found:
+        print(f"{name}: {done}", flush=True)
+    return found
 
 
 def main(argv: Sequence[str]) -> int:
@@ -208,19 +224,10 @@ def main(argv: Sequence[str]) -> int:
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         parser.error(f"there is no notebook {unknown[0]!r}; there is {', '.join(NAMES)}")
-    failed = False
-    for name in names:
-        print(f"== {name}", flush=True)
-        try:
-            if not args.check:
-                write(name)
-            found = check(name) if args.check else complaints(name)
-        except (nbclient.exceptions.CellExecutionError, ValueError) as error:
-            found = [f"{name}: {error}"]
-        for complaint in found:
-            print(complaint, file=sys.stderr)
-        failed |= bool(found)
-    return int(failed)
+    found = [complaint for name in names for complaint in build_or_check(name, args.check)]
+    for complaint in found:
+        print(complaint, file=sys.stderr)
+    return int(bool(found))
 
 
 if __name__ == "__main__":
