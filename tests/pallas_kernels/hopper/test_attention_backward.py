@@ -1,5 +1,6 @@
 """The Hopper backward in an interpreter against its equations in float64, its lowering, and the ranges of segments."""
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -129,12 +130,14 @@ def launch(case: Case, *, deterministic: bool, static: bool, module: Any = atten
     )
 
 
-def errors(case: Case, *, deterministic: bool, module: Any = attention_backward) -> list[float]:
+def errors(
+    case: Case, *, deterministic: bool, module: Any = attention_backward, where: Any = interpreted
+) -> list[float]:
     """Relative errors of dQ, dK and dV; NaN is one."""
     expected, lse, delta = exact(case)
     rows = (jnp.asarray(x, jnp.float32) for x in (lse, delta))
     call = launch(case, deterministic=deterministic, static=case.B == 1, module=module)
-    with interpreted():
+    with where():
         results = jax.jit(call)(*case.arrays, *rows)
     results = [np.asarray(x, np.float64) for x in results]
     return [np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-9) for x, y in zip(results, expected, strict=True)]
@@ -255,3 +258,20 @@ def test_wrong_segment_ranges_fail():
     wrong = mutant(attention_mask, ("(ids == low) & (low == high)", "ids == low"))
     ids = (jnp.asarray([x], jnp.int32) for x in ([0, 1, 1, 1], [0, 0, 1, 1]))
     assert wrong.segment_ranges(*ids, 2)[0].tolist() != [[0, 4, 0, 0], [2, 4, 2, 4]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "deterministic"])
+@pytest.mark.parametrize("case", [*CASES.values(), Case(B=2, T=1000, S=1200, N=4, K=2, H=128, right=0, q_start=200)])
+def test_gradients_on_a_gpu(case, deterministic):
+    assert max(errors(case, deterministic=deterministic, where=contextlib.nullcontext)) < TOLERANCE
+
+
+@pytest.mark.gpu
+def test_deterministic_gradients_are_bit_equal_from_run_to_run():
+    case = Case(B=2, T=2048, S=2048, N=8, K=4, H=128, right=0)
+    rows = (jnp.full((case.B, case.N, case.T), x, jnp.float32) for x in (8.0, 0.5))
+    call = jax.jit(launch(case, deterministic=True, static=True))
+    operands = [jnp.asarray(x) for x in (*case.arrays, *rows)]
+    first, *others = ([np.asarray(x) for x in call(*operands)] for _ in range(5))
+    assert all(np.array_equal(x, y) for other in others for x, y in zip(first, other, strict=True))
