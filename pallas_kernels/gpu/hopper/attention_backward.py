@@ -13,16 +13,17 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.hopper.attention_backward_config import (
-    BLOCK_KV,
     BLOCK_Q,
     BackwardConfig,
     BackwardShape,
     config_refusals,
+    is_fused,
     refusals,
 )
 from pallas_kernels.gpu.hopper.attention_backward_keys import WARPGROUPS, KeyBlocks
 from pallas_kernels.gpu.hopper.attention_backward_queries import QueryBlocks
 from pallas_kernels.gpu.hopper.attention_backward_tile import Operands, Scores
+from pallas_kernels.gpu.hopper.attention_backward_wide import WideKeyBlocks
 from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, SegmentIds, segment_ranges
 from pallas_kernels.gpu.hopper.attention_tile import LOG2E
 from pallas_kernels.launch import round_up
@@ -82,9 +83,10 @@ def attention_backward(
     if segments is not None:
         operands = operands._replace(**_segment_operands(shape, segments))
     scores = Scores(shape, mask, scale, soft_cap)
-    if deterministic:
+    if not is_fused(shape, deterministic=deterministic):
         (dq,) = _launch(QueryBlocks(scores, config), operands, query)
-        dk, dv = _launch(KeyBlocks(scores, config), operands, key, value)
+        key_blocks = WideKeyBlocks if shape.wide else KeyBlocks
+        dk, dv = _launch(key_blocks(scores, config), operands, key, value)
         return dq, dk, dv
     total = jax.new_ref(jnp.zeros(query.shape, jnp.float32))
     dk, dv = _launch(KeyBlocks(scores, config, total), operands, key, value)
@@ -124,10 +126,10 @@ def _padded_rows(shape: BackwardShape, lse: Array, delta: Array) -> tuple[Array,
 def _segment_operands(shape: BackwardShape, ids: SegmentIds) -> dict[str, Array]:
     """Ids in whole blocks, and what blocks of either side may visit of the other."""
     padded = {}
-    for name, x, block in (("q_ids", ids.q, BLOCK_Q), ("kv_ids", ids.kv, BLOCK_KV)):
+    for name, x, block in (("q_ids", ids.q, BLOCK_Q), ("kv_ids", ids.kv, BLOCK_Q)):
         padded[name] = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block)))
     return {
         **padded,
         "q_ranges": segment_ranges(ids.q, ids.kv, BLOCK_Q),
-        "kv_ranges": segment_ranges(ids.kv, ids.q, BLOCK_KV),
+        "kv_ranges": segment_ranges(ids.kv, ids.q, shape.block_kv),
     }

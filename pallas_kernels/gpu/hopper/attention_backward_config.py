@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 SHARED_BYTES = 227 * 1024  # of a thread block
 OVERHEAD = 2 * 1024  # barriers
 HEAD_SIZES = ((64, 64), (128, 64), (128, 128))  # (H, Hv)
+WIDE_HEAD_SIZES = ((256, 256),)  # always in two kernels, which have not run on a GPU yet
 LENGTH_MULTIPLE = 8  # shared memory is swizzled in groups of eight rows
-BLOCK_KV = 128  # keys of a thread block that sums dK and dV, 64 for each of its two warpgroups
+TILE = 64  # rows of one matrix product
 BLOCK_Q = 128  # queries of a thread block that sums dQ alone
 
 
@@ -26,6 +27,16 @@ class BackwardShape(NamedTuple):
     def G(self) -> int:
         """Query heads of a key/value head."""
         return self.N // self.K
+
+    @property
+    def wide(self) -> bool:
+        """Whether dK and dV of 64 keys do not fit one warpgroup's registers together."""
+        return self.H + self.Hv > 256
+
+    @property
+    def block_kv(self) -> int:
+        """Keys of a thread block that sums dK and dV: 64 for each of two warpgroups, or 64 and one sum for each."""
+        return TILE if self.wide else 2 * TILE
 
     @classmethod
     def of(cls, query: Any, key: Any, value: Any) -> "BackwardShape":
@@ -73,11 +84,16 @@ def _check(name: str, value: Any, legal: Any, expected: str) -> None:
         raise ValueError(f"`{name}`: expected {expected}, got {value!r}")
 
 
+def is_fused(shape: BackwardShape, *, deterministic: bool) -> bool:
+    """Whether one kernel computes all three gradients."""
+    return not (deterministic or shape.wide)
+
+
 def key_block_bytes(shape: BackwardShape, config: BackwardConfig, *, fused: bool) -> int:
     """Bytes of shared memory of a thread block that sums dK and dV, and with `fused` its part of dQ."""
-    keys = BLOCK_KV * (shape.H + shape.Hv) * 2
+    keys = shape.block_kv * (shape.H + shape.Hv) * 2
     queries = config.stages * config.block_q * (2 * (shape.H + shape.Hv) + 2 * 4)
-    exchange = 2 * BLOCK_KV * config.block_q * 2 + config.block_q * shape.H * 4 if fused else 0
+    exchange = 2 * shape.block_kv * config.block_q * 2 + config.block_q * shape.H * 4 if fused else 0
     return keys + queries + exchange + OVERHEAD
 
 
@@ -88,16 +104,19 @@ def query_block_bytes(shape: BackwardShape, config: BackwardConfig) -> int:
 
 def config_refusals(shape: BackwardShape, config: BackwardConfig, *, deterministic: bool) -> tuple[str, ...]:
     """Why these settings are not legal for a call; empty when they are."""
-    key_bytes = key_block_bytes(shape, config, fused=not deterministic)
-    query_bytes = query_block_bytes(shape, config) if deterministic else 0
-    # Per thread: both sums, and the scores and their gradient of one step.
-    registers = (shape.H + shape.Hv) // 2 + config.block_q
+    fused = is_fused(shape, deterministic=deterministic)
+    key_bytes = key_block_bytes(shape, config, fused=fused)
+    query_bytes = 0 if fused else query_block_bytes(shape, config)
+    # Per thread: the sums, and the scores and their gradient of one step.
+    registers = (max(shape.H, shape.Hv) if shape.wide else shape.H + shape.Hv) // 2 + config.block_q
+    query_registers = 0 if fused else shape.H // 2 + config.block_kv
     rules = (
         (key_bytes > SHARED_BYTES, f"dK and dV: {key_bytes} bytes of shared memory are more than {SHARED_BYTES}"),
         (query_bytes > SHARED_BYTES, f"dQ: {query_bytes} bytes of shared memory are more than {SHARED_BYTES}"),
         (registers > 192, f"block_q = {config.block_q} does not fit the registers at H = {shape.H}"),
+        (query_registers > 192, f"block_kv = {config.block_kv} does not fit the registers at H = {shape.H}"),
         (
-            not deterministic and config.block_q == 64 and shape.H % 128 != 0,
+            fused and config.block_q == 64 and shape.H % 128 != 0,
             f"block_q = 64 splits dQ over two warpgroups by columns of 64, which H = {shape.H} has not twice",
         ),
     )
@@ -108,19 +127,24 @@ def heuristic(shape: BackwardShape) -> BackwardConfig:
     """Settings for a call: the largest blocks that fit the registers; sections of heads of about half the L2 cache."""
     bytes_per_head = max(1, shape.T * (4 * shape.H + 2 * (shape.H + shape.Hv)) * shape.G)
     section = max(1, min(64, 24 * 2**20 // bytes_per_head))
+    if shape.wide:
+        return BackwardConfig(block_kv=64, kv_stages=1, section=section)
     return BackwardConfig(block_q=128 if shape.H + shape.Hv <= 128 else 64, section=section)
 
 
 def candidates(shape: BackwardShape, *, deterministic: bool) -> tuple[BackwardConfig, ...]:
     """Legal settings worth timing, the heuristic's first."""
     first = heuristic(shape)
+    rings = {(first.block_kv, first.kv_stages)}
+    if not is_fused(shape, deterministic=deterministic):
+        rings |= {(128, 2), (64, 2), (64, 3)}
     others = (
         dataclasses.replace(
             first, block_q=block_q, stages=stages, block_kv=block_kv, kv_stages=kv_stages, section=section
         )
         for block_q in (64, 128)
         for stages in (2, 3)
-        for block_kv, kv_stages in (((128, 2), (64, 2), (64, 3)) if deterministic else ((128, 2),))
+        for block_kv, kv_stages in sorted(rings)
         for section in sorted({first.section, 4, 16})
     )
     legal = (c for c in others if c != first and not config_refusals(shape, c, deterministic=deterministic))
@@ -132,8 +156,8 @@ def refusals(shape: BackwardShape, *, itemsize: int) -> tuple[str, ...]:
     rules = (
         (itemsize != 2, f"takes elements of two bytes (bfloat16, float16), not of {itemsize}"),
         (
-            (shape.H, shape.Hv) not in HEAD_SIZES,
-            f"takes head sizes (H, Hv) of {HEAD_SIZES}, not ({shape.H}, {shape.Hv})",
+            (shape.H, shape.Hv) not in HEAD_SIZES + WIDE_HEAD_SIZES,
+            f"takes head sizes (H, Hv) of {HEAD_SIZES + WIDE_HEAD_SIZES}, not ({shape.H}, {shape.Hv})",
         ),
         (
             shape.T % LENGTH_MULTIPLE != 0 or shape.S % LENGTH_MULTIPLE != 0,

@@ -16,13 +16,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu.hopper.attention_backward_config import BLOCK_KV, BackwardConfig
+from pallas_kernels.gpu.hopper.attention_backward_config import BackwardConfig
 from pallas_kernels.gpu.hopper.attention_backward_tile import (
     Operands,
     Scores,
     hide,
     intersection,
     load_ids,
+    visit,
     visited,
     within,
 )
@@ -61,8 +62,9 @@ class KeyBlocks:
     def __init__(self, scores: Scores, config: BackwardConfig, dq: Any = None) -> None:
         self.scores, self.config, self.shape = scores, config, scores.shape
         self.dq, self.fused = dq, dq is not None
+        self.block_kv = self.shape.block_kv
         self.q_blocks = cdiv(self.shape.T, config.block_q)
-        self.kv_blocks = cdiv(self.shape.S, BLOCK_KV)
+        self.kv_blocks = cdiv(self.shape.S, self.block_kv)
         self.programs = self.shape.B * self.shape.K * self.kv_blocks
         # A warpgroup's share of a block of dQ: its queries, or half of the columns.
         self.by_rows = config.block_q == WARPGROUPS * TILE
@@ -72,8 +74,8 @@ class KeyBlocks:
         c, s = self.config, self.shape
         ring = functools.partial(plgpu.Barrier, num_barriers=c.stages)
         buffers = {
-            "k_smem": tiled((BLOCK_KV, s.H), dtype),
-            "v_smem": tiled((BLOCK_KV, s.Hv), dtype),
+            "k_smem": tiled((self.block_kv, s.H), dtype),
+            "v_smem": tiled((self.block_kv, s.Hv), dtype),
             "q_smem": tiled((c.stages, c.block_q, s.H), dtype),
             "do_smem": tiled((c.stages, c.block_q, s.Hv), dtype),
             "lse_smem": plgpu.SMEM((c.stages, c.block_q), jnp.float32),
@@ -85,7 +87,7 @@ class KeyBlocks:
             "do_free": ring(num_arrivals=WARPGROUPS),
         }
         if self.fused:
-            buffers["ds_smem"] = tiled((EXCHANGES, BLOCK_KV, c.block_q), dtype)
+            buffers["ds_smem"] = tiled((EXCHANGES, self.block_kv, c.block_q), dtype)
             buffers["dq_smem"] = tiled((WARPGROUPS, *self.dq_share), jnp.float32)
             buffers["exchanged"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
         return buffers
@@ -109,9 +111,9 @@ class KeyBlocks:
     def _block(self, index: Any) -> Block:
         s, mask, size = self.shape, self.scores.mask, self.config.block_q
         head, block = place(index, s.B * s.K, self.kv_blocks, max(1, self.config.section // s.G))
-        batch, k_start = lax.div(head, s.K), block * BLOCK_KV
+        batch, k_start = lax.div(head, s.K), block * self.block_kv
         row = mask.row(self.gmem.bounds, batch)
-        seen, full = mask.visible_queries(row, k_start, BLOCK_KV), mask.full_queries(row, k_start, BLOCK_KV)
+        seen, full = mask.visible_queries(row, k_start, self.block_kv), mask.full_queries(row, k_start, self.block_kv)
         if mask.segments:
             ranges = [self.gmem.kv_ranges[batch, block, i] for i in range(4)]
             seen, full = intersection(seen, ranges[:2]), intersection(full, ranges[2:])
@@ -121,29 +123,13 @@ class KeyBlocks:
         return Block(batch, lax.rem(head, s.K), k_start, row, begin, full_begin, full_end, end)
 
     def _each(self, block: Block, step: Any) -> None:
-        """Call step(head, q_start, masked, i) for every block of queries, of which i counts.
-
-        Full blocks come first: the other way round, the compiler spills registers in the loop that matters.
-        """
+        """Call step(head, q_start, masked, i) for every block of queries, of which i counts."""
 
         def of_head(member: Any, i: Any) -> Any:
-            head = block.kv_head * self.shape.G + member
+            def call(j: Any, masked: bool, i: Any) -> None:
+                step(block.kv_head * self.shape.G + member, j * self.config.block_q, masked, i)
 
-            def full(j: Any, i: Any) -> Any:
-                step(head, j * self.config.block_q, False, i)
-                return i + 1
-
-            if self.scores.unmasked(BLOCK_KV):
-                return lax.fori_loop(block.begin, block.end, full, i)
-            before = block.full_begin - block.begin
-
-            def masked(t: Any, i: Any) -> Any:
-                j = block.begin + t + jnp.where(t < before, 0, block.full_end - block.full_begin)
-                step(head, j * self.config.block_q, True, i)
-                return i + 1
-
-            i = lax.fori_loop(block.full_begin, block.full_end, full, i)
-            return lax.fori_loop(0, before + block.end - block.full_end, masked, i)
+            return visit(block, call, i, unmasked=self.scores.unmasked(self.block_kv))
 
         if self.shape.G == 1:
             of_head(0, jnp.int32(0))
@@ -153,7 +139,7 @@ class KeyBlocks:
     def _copy(self, block: Block) -> None:
         """The memory warpgroup: K and V once, then blocks of queries as stages become free."""
         plgpu.set_max_registers(self.config.copy_registers, action="decrease")
-        gmem, keys = self.gmem, pl.ds(block.k_start, BLOCK_KV)
+        gmem, keys = self.gmem, pl.ds(block.k_start, self.block_kv)
         plgpu.copy_gmem_to_smem(gmem.key.at[block.batch, keys, block.kv_head], self.chip.k_smem, self.chip.kv_full)
         plgpu.copy_gmem_to_smem(gmem.value.at[block.batch, keys, block.kv_head], self.chip.v_smem, self.chip.kv_full)
 
@@ -237,16 +223,19 @@ class KeyBlocks:
             plgpu.wgmma(s, self.chip.k_smem.at[mine], self.chip.q_smem.at[slot].transpose((1, 0)))
             plgpu.barrier_wait(self.chip.do_full.at[slot])
             plgpu.wgmma(dp, self.chip.v_smem.at[mine], self.chip.do_smem.at[slot].transpose((1, 0)))
-            lse = plgpu.load(self.chip.lse_smem.at[slot], layout=COLUMN)
-            p, slope = self.scores.weights(plgpu.wgmma_accumulator_load(s, wait_n=1), lse, 1)
-            if masked:
-                p = self._hide(p, block, block.k_start + w * TILE, q_start)
+            s = plgpu.wgmma_accumulator_load(s, wait_n=1)
+            p, slope = self._weights(block, s, block.k_start + w * TILE, slot, q_start, masked)
             p_gradient = p if slope is None else p * slope
             delta = lax.broadcast_in_dim(plgpu.load(self.chip.delta_smem.at[slot], layout=COLUMN), shape, [1])
             ds = p_gradient * (plgpu.wgmma_accumulator_load(dp, wait_n=0) - delta)
             return p.astype(dtype), ds.astype(dtype)
 
         return pl.run_scoped(gradients, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+
+    def _weights(self, block: Block, s: Any, k_start: Any, slot: Any, q_start: Any, masked: bool) -> tuple[Any, Any]:
+        """P^T of products S^T, and the slope of the soft cap."""
+        p, slope = self.scores.weights(s, plgpu.load(self.chip.lse_smem.at[slot], layout=COLUMN), 1)
+        return self._hide(p, block, k_start, q_start) if masked else p, slope
 
     def _hide(self, p: Any, block: Block, k_start: Any, q_start: Any) -> Any:
         """P^T with 0 for hidden pairs."""

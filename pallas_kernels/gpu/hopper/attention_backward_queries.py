@@ -19,6 +19,7 @@ from pallas_kernels.gpu.hopper.attention_backward_tile import (
     hide,
     intersection,
     load_ids,
+    visit,
     visited,
     within,
 )
@@ -75,7 +76,9 @@ class QueryBlocks:
         self.chip: Any = SimpleNamespace(**scratch)
         block = self._block(lax.axis_index("program"))
         warpgroup = lax.axis_index("warpgroup")
-        pl.when(warpgroup < WARPGROUPS)(functools.partial(self._compute, block, warpgroup))
+        # A branch for each warpgroup: addresses in shared memory are then constants, and do not take registers.
+        for w in range(WARPGROUPS):
+            pl.when(warpgroup == w)(functools.partial(self._compute, block, w))
         pl.when(warpgroup == WARPGROUPS)(functools.partial(self._copy, block))
 
     def _block(self, index: Any) -> Block:
@@ -92,22 +95,25 @@ class QueryBlocks:
         full_begin, full_end = within(full, begin, end, self.config.block_kv, open_ended=False)
         return Block(batch, lax.rem(head, s.N), q_start, row, begin, full_begin, full_end, end)
 
+    def _each(self, block: Block, step: Any) -> None:
+        """Call step(j, masked, i) for every block j of keys, of which i counts."""
+        visit(block, step, jnp.int32(0), unmasked=self.scores.unmasked(self.config.block_kv))
+
     def _copy(self, block: Block) -> None:
         """The memory warpgroup: blocks of keys and values as stages become free."""
         plgpu.set_max_registers(self.config.copy_registers, action="decrease")
         kv_head = lax.div(block.head, self.shape.G)
 
-        def step(i: Any, _: None) -> None:
-            slot = lax.rem(i, self.config.kv_stages)
-            keys = pl.ds((block.begin + i) * self.config.block_kv, self.config.block_kv)
+        def step(j: Any, masked: bool, i: Any) -> None:
+            slot, keys = lax.rem(i, self.config.kv_stages), pl.ds(j * self.config.block_kv, self.config.block_kv)
             for ring, source in (("k", self.gmem.key), ("v", self.gmem.value)):
                 smem, full, free = (getattr(self.chip, f"{ring}_{part}").at[slot] for part in ("smem", "full", "free"))
                 pl.when(i >= self.config.kv_stages)(functools.partial(plgpu.barrier_wait, free))
                 plgpu.copy_gmem_to_smem(source.at[block.batch, keys, kv_head], smem, full)
 
-        lax.fori_loop(0, block.end - block.begin, step, None)
+        self._each(block, step)
 
-    def _compute(self, block: Block, w: Any) -> None:
+    def _compute(self, block: Block, w: int) -> None:
         """A compute warpgroup: dQ of its 64 queries."""
         plgpu.set_max_registers(self.config.compute_registers, action="increase")
         gmem, rows = self.gmem, pl.ds(block.q_start + w * TILE, TILE)
@@ -122,13 +128,7 @@ class QueryBlocks:
         plgpu.barrier_wait(self.chip.q_full.at[w])
 
         def total(dq: Any) -> Any:
-            parts = [(block.begin, block.end, False)]
-            if not self.scores.unmasked(self.config.block_kv):
-                parts = [(block.begin, block.full_begin, True), (block.full_begin, block.full_end, False)]
-                parts += [(block.full_end, block.end, True)]
-            for begin, end, masked in parts:
-                step = functools.partial(self._step, block, w, lse, delta, dq, masked)
-                lax.fori_loop(begin, end, lambda j, _, step=step: step(j), None)
+            self._each(block, functools.partial(self._step, block, w, lse, delta, dq))
             return dq[...]
 
         dq = pl.run_scoped(total, plgpu.ACC((TILE, self.shape.H), jnp.float32))
@@ -137,9 +137,9 @@ class QueryBlocks:
         plgpu.copy_smem_to_gmem(self.chip.q_smem.at[w], self.dq.at[block.batch, rows, block.head])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _step(self, block: Block, w: Any, lse: Any, delta: Any, dq: Any, masked: bool, j: Any) -> None:
+    def _step(self, block: Block, w: int, lse: Any, delta: Any, dq: Any, j: Any, masked: bool, i: Any) -> None:
         """One block of keys."""
-        slot, shape = lax.rem(j - block.begin, self.config.kv_stages), (TILE, self.config.block_kv)
+        slot, shape = lax.rem(i, self.config.kv_stages), (TILE, self.config.block_kv)
         k, v = self.chip.k_smem.at[slot], self.chip.v_smem.at[slot]
 
         def gradients(s: Any, dp: Any) -> Any:

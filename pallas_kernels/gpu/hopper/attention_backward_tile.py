@@ -121,3 +121,25 @@ def within(indices: Any, begin: Any, end: Any, size: int, *, open_ended: bool) -
     last = jnp.where(indices[0] < indices[1], end, begin) if open_ended else jnp.minimum(last, end)
     some = jnp.maximum(first, begin) < last
     return jnp.where(some, jnp.maximum(first, begin), end), jnp.where(some, last, end)
+
+
+def visit(block: Any, step: Any, i: Any, *, unmasked: bool) -> Any:
+    """Call step(j, masked, i) for every block j in [block.begin, block.end), where i counts on from `i`; return i.
+
+    Full blocks come first: the other way round, the compiler spills registers in the loop that matters.
+    """
+
+    def full(j: Any, i: Any) -> Any:
+        step(j, False, i)
+        return i + 1
+
+    if unmasked:
+        return lax.fori_loop(block.begin, block.end, full, i)
+    before = block.full_begin - block.begin
+
+    def masked(t: Any, i: Any) -> Any:
+        step(block.begin + t + jnp.where(t < before, 0, block.full_end - block.full_begin), True, i)
+        return i + 1
+
+    i = lax.fori_loop(block.full_begin, block.full_end, full, i)
+    return lax.fori_loop(0, before + block.end - block.full_end, masked, i)

@@ -8,6 +8,7 @@ from pallas_kernels.gpu.hopper import attention_backward_config
 from pallas_kernels.gpu.hopper.attention_backward_config import (
     HEAD_SIZES,
     SHARED_BYTES,
+    WIDE_HEAD_SIZES,
     BackwardConfig,
     BackwardShape,
     candidates,
@@ -53,7 +54,7 @@ def test_a_config_is_a_frozen_leaf():
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("T", [8, 104, 4096, 10**6])
-@pytest.mark.parametrize("sizes", HEAD_SIZES)
+@pytest.mark.parametrize("sizes", HEAD_SIZES + WIDE_HEAD_SIZES)
 def test_heuristic_and_candidates_are_legal(sizes, T, deterministic):
     call = shape(*sizes, T=T)
     configs = candidates(call, deterministic=deterministic)
@@ -78,6 +79,7 @@ def test_shared_memory_is_counted():
         ((128, 128), {"kv_stages": 3}, True, "shared memory"),
         ((128, 128), {"block_q": 128}, True, "registers"),
         ((64, 64), {"block_q": 64}, False, "columns"),
+        ((256, 256), {"block_kv": 128, "kv_stages": 1}, False, "block_kv"),
     ],
 )
 def test_settings_that_do_not_fit_a_call_are_refused(sizes, settings, deterministic, reason):
@@ -98,4 +100,4 @@ def test_a_config_that_forgets_the_exchange_is_noticed():
 
 def test_what_the_kernels_do_not_take_is_refused_with_every_reason():
     assert not refusals(shape(), itemsize=2)
-    assert len(refusals(shape(256, 256, T=100), itemsize=4)) == 3
+    assert len(refusals(shape(192, 192, T=100), itemsize=4)) == 3
