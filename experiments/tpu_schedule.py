@@ -87,18 +87,16 @@ def compile_cases(chip: str, cases: Sequence[tpu_kernels.Case]) -> Iterator[dict
     """
     _, accelerator = CHIPS[chip]
     with tempfile.TemporaryDirectory() as dumps:
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "TPU_ACCELERATOR_TYPE": accelerator,
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dumps} --xla_jf_dump_llo_text=true",
-        }
+        flags = f"--xla_jf_dump_to={dumps} --xla_jf_dump_llo_text=true"
         lines = "".join(json.dumps(dataclasses.asdict(case)) + "\n" for case in cases)
         command = [sys.executable, "-m", "experiments.tpu_schedule", chip, dumps]
         with subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            env=environment(accelerator, flags),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         ) as child:
             assert child.stdin is not None
             assert child.stdout is not None
@@ -107,6 +105,18 @@ def compile_cases(chip: str, cases: Sequence[tpu_kernels.Case]) -> Iterator[dict
             for line in child.stdout:
                 if line.startswith("{"):
                     yield json.loads(line)
+
+
+def environment(accelerator: str, flags: str = "") -> dict[str, str]:
+    """What libtpu reads to compile for an accelerator type without one."""
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": accelerator,
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "LIBTPU_INIT_ARGS": flags,
+    }
 
 
 def main(chip: str, dumps: Path) -> None:

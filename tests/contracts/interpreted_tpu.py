@@ -6,6 +6,8 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 from flashspec.attention import tpu
 from flashspec.attention.backends import BACKENDS
 from pallas_kernels.tpu.attention_backward import attention_backward
@@ -28,7 +30,9 @@ def interpreted_tpu(interpret: Any = True) -> Iterator[None]:
         attend=functools.partial(tpu.tpu_attention, kernels),
         stats=functools.partial(tpu.tpu_stats, kernels),
     )
+    jax.clear_caches()  # calls are compiled by the name of their backend
     try:
         yield
     finally:
         BACKENDS["tpu"] = compiled  # type: ignore[index]
+        jax.clear_caches()

@@ -1,0 +1,300 @@
+"""Attention by the TPU kernels beyond the contract: memory and races, transformations, what is visited, compilation."""
+
+import functools
+import importlib.util
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
+
+from flashspec.attention import dot_product_attention, tpu
+from flashspec.attention.backends import BACKENDS
+from flashspec.attention.request import make_request
+from flashspec.masks import make_mask
+from pallas_kernels.tpu import attention_schedule
+from pallas_kernels.tpu.attention_config import AttentionCall, AttentionStructure
+from tests.contracts.interpreted_tpu import interpreted_tpu
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (the extra `tpu` brings it)"
+)
+B, T, N, K, H = 2, 200, 4, 2, 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def operands(*lead: int, seed: int = 0) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shapes = (B, T, N, H), (B, T, K, H), (B, T, K, H)
+    return tuple(jax.random.normal(key, (*lead, *shape)) for key, shape in zip(keys, shapes, strict=True))
+
+
+def value_and_gradients(implementation: str, **options: Any) -> Callable[..., Any]:
+    def loss(*args: jax.Array) -> jax.Array:
+        call = functools.partial(dot_product_attention, implementation=implementation, return_lse=True, **options)
+        output, lse = call(*args)
+        return jnp.sum(jnp.sin(output)) + jnp.sum(jnp.where(lse > -jnp.inf, lse, 0) ** 2)
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+
+
+def assert_same(got: Any, want: Any, tolerance: float = 2e-5) -> None:
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        atol = tolerance * max(1.0, float(np.max(np.abs(np.asarray(y)))))
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=tolerance, atol=atol)
+
+
+# Memory: uninitialised is NaN, out of bounds raises, races are looked for.
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": True},
+        pytest.param({"window": 70, "kv_lengths": np.array([200, 130])}, marks=pytest.mark.slow),
+        pytest.param(
+            {"q_segment_ids": np.arange(T) // 90, "kv_segment_ids": np.arange(T) // 90}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=lambda options: ",".join(options),
+)
+def test_memory_is_written_before_it_is_read(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src.pallas.mosaic.interpret.interpret_pallas_call import races
+
+    want = value_and_gradients("blockwise", **options)(*operands())
+    small_blocks(monkeypatch)
+    with interpreted_tpu(pltpu.InterpretParams(detect_races=True, vector_clock_size=64)):
+        assert_same(value_and_gradients("tpu", **options)(*operands()), want)
+    assert races is None or not races.races_found
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 128, so that 200 queries and keys have several."""
+    from pallas_kernels.tpu.attention_backward_config import AttentionBackwardConfig
+    from pallas_kernels.tpu.attention_forward_config import AttentionForwardConfig
+
+    sizes = (128, 128, 128, 128)
+    monkeypatch.setattr(tpu, "_forward_config", lambda request: AttentionForwardConfig(*sizes))
+    monkeypatch.setattr(tpu, "_backward_config", lambda request: AttentionBackwardConfig(*sizes))
+
+
+PLANTED_RACE = """
+    import jax, jax.numpy as jnp
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    def kernel(x, o, buffer, arrived):
+        copy = pltpu.make_async_copy(x, buffer, arrived)
+        copy.start()
+        {before}
+        o[...] = buffer[...]
+        {after}
+
+    call = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        scratch_shapes=[pltpu.VMEM((8, 128), jnp.float32), pltpu.SemaphoreType.DMA],
+        interpret=pltpu.InterpretParams(detect_races=True, vector_clock_size=64, dma_execution_mode="eager"),
+    )
+    try:
+        jax.block_until_ready(call(jnp.ones((8, 128))))
+        found = interpret_pallas_call.races.races_found
+    except Exception as error:  # newer versions raise
+        found = "race" in str(error).lower()
+    print("race" if found else "none")
+"""
+
+
+@pytest.mark.parametrize(("when", "answer"), [("before", "none"), ("after", "race")])
+def test_the_interpreter_finds_a_planted_race(when: str, answer: str) -> None:
+    """What the test above relies on: a buffer read before its copy was waited for."""
+    waits = {"before": "", "after": ""} | {when: "copy.wait()"}
+    source = textwrap.dedent(PLANTED_RACE).format(**waits)
+    out = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout
+    assert out.split()[-1] == answer
+
+
+# Transformations.
+
+
+def test_vmap_and_jacrev(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch)
+    several = operands(2)
+
+    def call(implementation: str, *args: jax.Array) -> Any:
+        return value_and_gradients(implementation, is_causal=True)(*args)
+
+    with interpreted_tpu():
+        got = jax.vmap(functools.partial(call, "tpu"), in_axes=(0, None, None))(
+            several[0], several[1][0], several[2][0]
+        )
+        alone = [call("tpu", several[0][i], several[1][0], several[2][0]) for i in range(2)]
+    assert_same(got, jax.tree.map(lambda *x: jnp.stack(x), *alone))
+
+
+def test_shard_map_over_batch_and_heads() -> None:
+    """The interpreter of arrays cannot follow what varies over which axis; the compiler for TPUs can (below)."""
+    mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spec = P("rows", None, "heads")
+    lengths = jnp.array([T, 150])
+
+    def local(query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array) -> jax.Array:
+        return dot_product_attention(query, key, value, is_causal=True, kv_lengths=lengths, implementation="tpu")
+
+    with interpreted_tpu():
+        split = jax.shard_map(local, mesh=mesh, in_specs=(spec, spec, spec, P("rows")), out_specs=spec, check_vma=False)
+        got = jax.jit(split)(*operands(), lengths)
+    want = dot_product_attention(*operands(), is_causal=True, kv_lengths=lengths, implementation="blockwise")
+    assert_same(got, want)
+
+
+# What is visited.
+
+
+def rules_of(seed: int) -> tuple[dict[str, Any], tuple[int, int]]:
+    rng = np.random.default_rng(seed)
+    sizes = int(rng.integers(1, 700)), int(rng.integers(1, 700))
+    options: dict[str, Any] = {"is_causal": bool(rng.integers(2)), "window": [None, (90, 30)][rng.integers(2)]}
+    if options["is_causal"] or options["window"] or sizes[0] != sizes[1]:
+        options["q_positions"] = rng.integers(-100, 700, (2, 1)) + np.arange(sizes[0])
+    if rng.integers(2):
+        options |= {"q_lengths": rng.integers(0, sizes[0] + 1, 2), "kv_lengths": rng.integers(0, sizes[1] + 1, 2)}
+    if rng.integers(2):
+        options |= {
+            "q_segment_ids": np.arange(sizes[0])[None] // 200,
+            "kv_segment_ids": np.arange(sizes[1])[None] // 150,
+        }
+    if rng.integers(2):
+        options["mask"] = rng.random((2, 1, sizes[0], sizes[1])) > 0.5
+        options["mask"][0, :, :256] = False
+    return options, sizes
+
+
+def visited(options: dict[str, Any], sizes: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The mask in full, and which blocks of 128 the schedule computes, and which of them unmasked."""
+    mask = make_mask((2, 1, *sizes), **options)
+    structure = AttentionStructure(*tpu._rules(mask), mask.explicit)
+    words = attention_schedule.steps_by_query(AttentionCall(1.0), structure, sizes, (128, 128))
+    counts = tuple(-(-size // 128) for size in sizes)
+    computed, full = np.zeros((2, 2, *counts), bool)
+    step: Any = jax.tree.map(np.asarray, attention_schedule.unpack(jnp.broadcast_to(words, (2, words.shape[1]))))
+    for row in range(2):
+        for which, blocks in ((step.full[row] | step.partial[row], computed), (step.full[row], full)):
+            blocks[row, step.outer[row][which], step.inner[row][which]] = True
+    return np.broadcast_to(np.asarray(mask.full()), (2, 1, *sizes))[:, 0], computed, full
+
+
+def in_blocks(pairs: np.ndarray, filler: bool) -> np.ndarray:
+    """[rows, T, S] in blocks of 128: [rows, q blocks, k blocks, pairs of a block]."""
+    padded = np.pad(pairs, [(0, 0), *((0, -size % 128) for size in pairs.shape[1:])], constant_values=filler)
+    rows, q, k = padded.shape
+    return padded.reshape(rows, q // 128, 128, k // 128, 128).swapaxes(2, 3).reshape(rows, q // 128, k // 128, -1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_visible_pair_is_visited_and_none_goes_unmasked(seed: int) -> None:
+    pairs, computed, full = visited(*rules_of(seed))
+    assert np.all(computed >= in_blocks(pairs, False).any(3))
+    assert np.all(full <= in_blocks(pairs, True).all(3))
+
+
+def test_hidden_blocks_are_not_visited() -> None:
+    sizes = (512, 512)
+    _, computed, full = visited({"is_causal": True, "kv_lengths": np.array([512, 256])}, sizes)
+    tril = np.tril(np.ones((4, 4), bool))
+    assert np.array_equal(computed, [tril, tril & (np.arange(4) < 2)])
+    assert np.array_equal(full[0], np.tril(tril, -1))
+    static = attention_schedule.steps_by_query(
+        AttentionCall(1.0, limits=(None, 0)), AttentionStructure(), sizes, (128, 128)
+    )
+    assert static.shape == (1, 10)  # a constant, as long as the triangle
+
+
+# What is refused, and the compiler for real chips.
+
+
+def test_what_is_refused() -> None:
+    def reasons(T: int = 64, H: int = 64, dtype: Any = jnp.bfloat16, platform: str = "tpu") -> str:
+        x = jax.ShapeDtypeStruct((1, T, 1, H), dtype)
+        requests = []
+        jax.eval_shape(lambda x: requests.append(make_request(x, x, x, platform=platform)[0]), x)
+        return " ".join(BACKENDS["tpu"].supports(requests[0]))
+
+    assert not reasons()
+    assert "not on cpu" in reasons(platform="cpu")
+    assert "not in float16" in reasons(dtype=jnp.float16)
+    assert "head sizes up to 512" in reasons(H=1024)
+    assert "query gradient in VMEM" in reasons(T=100_000, H=128)
+
+
+COMPILE = """
+    import jax, jax.numpy as jnp, numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    from flashspec.attention import tpu
+    from flashspec.attention.backends import _tpu_kernels
+    from flashspec.attention.request import make_request
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
+    mesh = Mesh(np.array(devices).reshape(4, 4), ("rows", "heads"))
+    spec = P("rows", None, "heads")
+
+    def attend(query, key, value, lengths):
+        request, operands = make_request(query, key, value, is_causal=True, kv_lengths=lengths, platform="tpu")
+        return tpu.tpu_attention(_tpu_kernels(), request, operands)[0]
+
+    local = jax.shard_map(attend, mesh=mesh, in_specs=(spec, spec, spec, P("rows")), out_specs=spec)
+    loss = lambda *args: jnp.sum(local(*args).astype(jnp.float32) ** 2)
+    shape = lambda dtype, spec, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+    query, key = (shape(jnp.bfloat16, spec, 8, 1024, heads, 128) for heads in (16, 8))
+    lengths = shape(jnp.int32, P("rows"), 8)
+    text = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(query, key, key, lengths).compile().as_text()
+    assert "flashspec_attention_forward" in text
+    assert "flashspec_attention_backward" in text
+    assert "all-gather" not in text
+    print("compiled")
+"""
+
+
+@needs_libtpu
+def test_kernels_compile_under_shard_map_for_a_slice_of_v5e() -> None:
+    from experiments.tpu_schedule import environment
+
+    out = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(COMPILE)],
+        env=environment("v5litepod-16"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert out.stdout.split()[-1:] == ["compiled"], out.stderr[-2000:]
+
+
+@needs_libtpu
+@pytest.mark.parametrize("chip", ["v5e", pytest.param("v6e", marks=pytest.mark.slow)])
+def test_kernels_compile_for_chips(chip: str) -> None:
+    from experiments.tpu_kernels import Case
+    from experiments.tpu_schedule import compile_cases
+
+    cases = [Case("flashspec", 1024), Case("flashspec", 1024, backward=True), Case("flashspec decode", 1024, page=16)]
+    for case, answer in zip(cases, compile_cases(chip, cases), strict=True):
+        assert "error" not in answer, (case, answer)
+        assert [s["name"].split(".")[0] for s in answer["schedules"]], case
+    (too_large,) = compile_cases(chip, [Case("flashspec", 400_000, backward=True)])
+    assert "vmem" in too_large["error"].lower()  # as on the chip
