@@ -14,7 +14,8 @@ from tests.models import examples
 from tests.models.examples import CONFIGS, assert_close, example, rows
 
 TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, 37, (2, 13)), jnp.int32)
-# Every family decodes over a dense cache in `test_golden.py`; here are other shapes and other caches.
+# Every family decodes over a dense cache in `test_golden.py`, and a paged one is filled in `test_mesh.py`; here are
+# other shapes and other caches.
 KINDS = [("llama tied, one kv head", "dense"), ("llama, wide heads", "dense"), ("llama", "paged"), ("gemma 2", "paged")]
 KINDS += [("mistral", "window"), ("qwen3 with a window", "window")]
 
@@ -44,9 +45,8 @@ def test_token_by_token_is_the_full_forward(name: str, kind: str) -> None:
     assert_close(decode(model, params, [1] * 13), full(name))
 
 
-@pytest.mark.parametrize("kind", ["paged", "window"])
-def test_several_tokens_at_a_time(kind: str) -> None:
-    model, params = language_model("mistral", kind)
+def test_several_tokens_at_a_time() -> None:
+    model, params = language_model("mistral", "window")
     assert_close(decode(model, params, [4, 1, 4, 4]), full("mistral"))
 
 
@@ -59,9 +59,8 @@ def test_many_tokens_at_a_time() -> None:
     assert cache.length.tolist() == [26, 26]
 
 
-@pytest.mark.parametrize("kind", ["paged", "window"])
-def test_prefill_ignores_padding(kind: str) -> None:
-    model, params = language_model("mistral", kind)
+def test_prefill_ignores_padding() -> None:
+    model, params = language_model("mistral", "window")
     lengths = jnp.array([9, 4], jnp.int32)
     caches = []
     for padding in (0, 36):
