@@ -112,7 +112,8 @@ def _launch(kernel: KeyBlocks | QueryBlocks, operands: Operands, *like: Array) -
         kernel_name=f"flashspec_hopper_attention_backward_{type(kernel).__name__}",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
-    return tuple(run(*(x for x in operands if x is not None)))
+    with jax.enable_x64(False):  # indices within a kernel are 32 bits wide, whatever the caller's numbers are
+        return tuple(run(*(x for x in operands if x is not None)))
 
 
 def _padded_rows(shape: BackwardShape, lse: Array, delta: Array) -> tuple[Array, Array]:

@@ -226,6 +226,11 @@ def test_lowers_for_cuda(H, deterministic):
     assert text.count("mosaic_gpu_v2") == (2 if deterministic or H == 256 else 1)
 
 
+def test_lowers_in_64_bit_mode(x64):
+    case = Case(B=2, T=296, S=200, N=4, K=2, left=5, right=3, segments=True)
+    assert "mosaic_gpu_v2" in lowered(case, False, jnp.bfloat16)
+
+
 def lowered(case: Case, deterministic: bool, dtype: Any) -> str:
     tensors = [jax.ShapeDtypeStruct(x.shape, dtype) for x in case.arrays]
     rows = [jax.ShapeDtypeStruct((case.B, case.N, case.T), jnp.float32)] * 2
