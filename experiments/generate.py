@@ -169,7 +169,7 @@ def load(job: Job) -> tuple[pairs.Pair, Path]:
 
 def write(job: Job, request: Request) -> Answer:
     """Print the answer while it comes."""
-    decode, tokens, logprobs, shown = request.pair.tokenizer.decode, [], [], ""
+    decode, tokens, logprobs, shown, text = request.pair.tokenizer.decode, [], [], "", ""
     rounds, start, first = 0, time.perf_counter(), 0.0
     job.console.rule("answer")
     for chunk in request.stream(job.seed):
@@ -177,14 +177,15 @@ def write(job: Job, request: Request) -> Answer:
         tokens += np.asarray(chunk.tokens)[0, :count].tolist()
         logprobs += np.asarray(chunk.logprobs)[0, :count].tolist()
         first = first or time.perf_counter()
-        # A character whose bytes have not all come yet ends the text as a replacement mark.
-        text = decode(np.array([tokens]))[0].rstrip("\ufffd")
-        job.console.out(text.removeprefix(shown), end="", highlight=False)
-        shown = text
+        text = decode(np.array([tokens]))[0]
+        # A character whose bytes have not all come yet ends the text as replacement marks; it is shown with its last.
+        if text.startswith(shown) and not text.endswith("\ufffd"):
+            job.console.out(text.removeprefix(shown), end="", highlight=False)
+            shown = text
     total = time.perf_counter() - start
-    job.console.out("")
+    job.console.out(text.removeprefix(shown), highlight=False)
     job.console.rule()
-    job.report["text"] = shown
+    job.report["text"] = text
     if not tokens:
         raise fail("model", "finite logits after the prompt", "none: its weights hold NaN, or overflow in this dtype")
     return Answer(tokens, logprobs, rounds, first - start, total)
@@ -207,12 +208,30 @@ def check(request: Request, answer: Answer) -> tuple[str, float, float]:
         plain = np.asarray(logits)[0]
         gap = float((plain.max(1) - plain[np.arange(len(new)), new]).max())
         return "every token is the most probable by one forward over the whole text", gap, 256 * eps * largest
-    wanted, _ = probabilities(logits, request.sampling)
-    own = np.log(np.asarray(wanted)[0, np.arange(len(new)), new])
+    low, high = _log_probabilities(logits, new, request.sampling)
+    streamed = np.array(answer.logprobs)
+    apart = float(np.maximum(low - streamed, streamed - high).max())
     # A change of every logit by delta moves a log-probability by 2 delta / temperature at most.
-    apart = float(np.abs(own - np.array(answer.logprobs)).max())
     what = "every token's log-probability is that of one forward over the whole text"
-    return what, apart, 2 / temperature * 64 * eps * largest
+    return what, max(apart, 0.0), 2 / temperature * 64 * eps * largest
+
+
+def _log_probabilities(
+    logits: jax.Array, tokens: np.ndarray, sampling: SamplingParams
+) -> tuple[np.ndarray, np.ndarray]:
+    """The least and largest log-probability [T] that tokens [T] may have under logits [1,T,V].
+
+    They are one number, unless top-k or top-p cut the distribution: rounding may move one token across the cut, and the
+    mass that is left is then another.
+    """
+    everything = dataclasses.replace(sampling, top_k=None, top_p=None)
+    whole, cut = (np.asarray(probabilities(logits, each)[0])[0].astype(np.float64) for each in (everything, sampling))
+    own = np.log(np.maximum(whole[np.arange(len(tokens)), tokens], 1e-300))
+    if sampling.top_k is None and sampling.top_p is None:
+        return own, own
+    kept = np.where(cut > 0, whole, 0.0)
+    least = np.where(cut > 0, whole, 1.0).min(axis=1)
+    return own, own - np.log(np.maximum(kept.sum(axis=1) - least, whole.max(axis=1)))
 
 
 def summarise(job: Job, request: Request, answer: Answer, load_s: float, compile_s: float) -> None:

@@ -31,7 +31,14 @@ def run(model: Path, out: Path, *options: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads((out / "report.json").read_text())
 
 
-@pytest.mark.parametrize("options", [("--draft", "ngram"), ("--draft-layers", "1", "--temperature", "0")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--draft", "ngram"),
+        ("--draft-layers", "1", "--temperature", "0"),
+        ("--temperature", "2", "--top-k", "5", "--top-p", "0.7"),
+    ],
+)
 def test_a_model_of_one_s_own(
     model: Path, tmp_path: Path, options: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
