@@ -73,6 +73,7 @@ def run(job: Job) -> None:
     """Compile everything and state what the schedules say."""
     if importlib.util.find_spec("libtpu") is None:
         job.say("libtpu is not installed (the extra `tpu` brings it): nothing was compiled.")
+        job.record("libtpu", values={"installed": False})
         return
     version = importlib.metadata.version("libtpu")
     job.report["libtpu"] = version
@@ -89,6 +90,9 @@ def run(job: Job) -> None:
         job.say(f"{c.chip} {c.case}: {c.answer['error']}")
     job.claim("each of our kernels compiles for every chip", not any("flashspec" in c.case.kernel for c in failed))
     compiled = [c for c in found if "error" not in c.answer]
+    for c in compiled:
+        settings = {"chip": c.chip, "libtpu": version, **dataclasses.asdict(c.case)}
+        job.record(c.case.kernel, settings=settings, values={"schedules": c.schedules})
     _attention(job, compiled)
     _decode(job, compiled)
     job.reaches("TPU kernels", f"compiled for {', '.join(chips)}, never run: {len(compiled)} programs of {len(found)}")
