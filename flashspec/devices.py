@@ -22,7 +22,12 @@ HALF_TPU7X = "Google Cloud TPU documentation, TPU7x, halved: each of a chip's tw
 PALLAS_TPU = "jax documentation, Pallas TPU hardware reference, per TensorCore"
 PALLAS_TPU7X = "jax documentation, Pallas TPU hardware reference, per TensorCore (which is the jax device)"
 
-FACTS = ("bf16_flops", "f32_flops", "memory_bandwidth", "memory_bytes", "cores", "on_chip_bytes")
+CAPABILITIES = "NVIDIA, CUDA GPU Compute Capability"
+
+FACTS = (
+    *("bf16_flops", "f32_flops", "memory_bandwidth", "memory_bytes", "cores", "on_chip_bytes"),
+    "compute_capability",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +41,7 @@ class DeviceFacts:
       memory_bandwidth: of device memory, bytes/s.
       memory_bytes: size of device memory.
       cores: streaming multiprocessors of a GPU, TensorCores of a TPU device.
+      compute_capability: of an NVIDIA GPU, such as "9.0".
       on_chip_bytes: what one program may use in one core: shared memory of a thread block, VMEM of a TensorCore.
       sources: fact -> the document that states it; exactly the facts that are not None.
     """
@@ -47,6 +53,7 @@ class DeviceFacts:
     memory_bytes: float | None = None
     cores: int | None = None
     on_chip_bytes: int | None = None
+    compute_capability: str | None = None
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -56,7 +63,7 @@ class DeviceFacts:
         object.__setattr__(self, "sources", types.MappingProxyType(dict(self.sources)))
 
 
-def _facts(name: str, **stated: tuple[float | int, str]) -> DeviceFacts:
+def _facts(name: str, **stated: tuple[float | int | str, str]) -> DeviceFacts:
     values = {fact: value for fact, (value, _) in stated.items()}
     return DeviceFacts(name, **values, sources={fact: source for fact, (_, source) in stated.items()})  # type: ignore[arg-type]
 
@@ -72,6 +79,7 @@ def _hopper(
         memory_bytes=(memory, sheet),
         cores=(cores, HOPPER),
         on_chip_bytes=(227 * 2**10, HOPPER_TUNING),
+        compute_capability=("9.0", CAPABILITIES),
     )
 
 
@@ -84,6 +92,7 @@ def _a100(name: str, *, bandwidth: float, memory: float) -> DeviceFacts:
         memory_bytes=(memory, A100),
         cores=(108, AMPERE),
         on_chip_bytes=(163 * 2**10, AMPERE_TUNING),
+        compute_capability=("8.0", CAPABILITIES),
     )
 
 

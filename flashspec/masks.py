@@ -106,9 +106,9 @@ class Mask:
         q, k = q[:, None, :, None], k[:, None, None, :]
         left, right = self.limits
         if left is not None:
-            visible = visible & (k >= _shift(q, -left))
+            visible = visible & (k >= shift(q, -left))
         if right is not None:
-            visible = visible & (k <= _shift(q, right))
+            visible = visible & (k <= shift(q, right))
         return visible
 
     def _within_lengths(self, q_index: jax.Array, k_index: jax.Array) -> jax.Array | None:
@@ -295,7 +295,7 @@ def _positions_at(positions: Contiguous | jax.Array | None, index: jax.Array) ->
         return index[None, :]
     if isinstance(positions, Contiguous):
         start = jnp.asarray(positions.start)[:, None]
-        return _saturating_add(start, index.astype(start.dtype)[None, :])
+        return saturating_add(start, index.astype(start.dtype)[None, :])
     return _take(positions, index, axis=1)
 
 
@@ -342,17 +342,17 @@ def _by_depth(tree_mask: jax.Array, positions: jax.Array, first: jax.Array) -> j
     return jnp.where((offset >= 0) & (offset < T), of_token, positions)
 
 
-def _shift(x: jax.Array, step: int) -> jax.Array:
+def shift(x: jax.Array, step: int) -> jax.Array:
     """x + step, saturating, for a step of any size: in parts that the dtype can hold."""
     most = int(np.iinfo(x.dtype).max)
     step = min(max(step, -2 * most - 2), 2 * most + 2)
     while step:
         part = min(max(step, -most), most)
-        x, step = _saturating_add(x, jnp.asarray(part, x.dtype)), step - part
+        x, step = saturating_add(x, jnp.asarray(part, x.dtype)), step - part
     return x
 
 
-def _saturating_add(x: jax.Array, step: jax.Array) -> jax.Array:
+def saturating_add(x: jax.Array, step: jax.Array) -> jax.Array:
     """x + step of one dtype, held at the ends of its range instead of wrapping around."""
     total = x + step
     over, under = (step > 0) & (total < x), (step < 0) & (total > x)

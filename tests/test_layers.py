@@ -45,7 +45,7 @@ FILES = {
 OURS = {name.partition(".")[0] for name in FOLDERS}
 
 KERNEL_CALLERS = {"flashspec.attention.backends", "flashspec.fusion.backends"}
-KERNEL_LEAVES = {"launch", "dropout"}
+KERNEL_LEAVES = {"launch", "dropout", "attention_mask"}
 # Raw kernels never read a clock, a file or the environment: they may import these and nothing else of the library.
 PURE_STDLIB = {"__future__", "abc", "collections", "dataclasses", "enum", "functools", "itertools", "math", "typing"}
 PURE_STDLIB |= {"decimal", "fractions", "numbers", "operator", "string", "types"}

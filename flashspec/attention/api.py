@@ -83,8 +83,8 @@ def dot_product_attention(
       empty_rows: "zero", or "error" to refuse a query that has neither a key nor a sink: ValueError where the rows are
         concrete, a `checkify` check where they are traced, for which the caller needs `checkify.checkify`.
       implementation: "hopper", "ampere", "tpu", "cudnn", "blockwise" or "reference"; a sequence of them, of which the
-        first that supports the call runs; None for the best one for the platform that the call is lowered for. The
-        first three name kernels that this version does not have: they refuse every call.
+        first that supports the call runs; None for the best one for the platform that the call is lowered for.
+        "ampere" names a kernel that this version does not have, and refuses every call.
       return_lse: whether to return the log-normaliser too.
 
     Returns:
@@ -196,7 +196,8 @@ def plan_attention(
     arguments = dict(locals())
     given = {name: arguments[name] for name in ("query", "key", "value")}
     check_dtypes(**given)
-    kind, arguments["platform"] = resolve_device(arguments.pop("device"), query)
+    target = resolve_device(arguments.pop("device"), query)
+    arguments |= {"platform": target.platform, "compute_capability": target.compute_capability}
     arguments["return_lse"] = checks.flag("return_lse", return_lse) or empty_rows == "error"
     arrays = {name: arguments.pop(name) for name in _ARRAYS}
     arguments["partitioned"] = partitioned_axes(**arrays)
@@ -208,7 +209,7 @@ def plan_attention(
         return operands
 
     operands = jax.eval_shape(prepare, arrays)
-    return make_plan(requests[0], operands, given, implementation, kind)
+    return make_plan(requests[0], operands, given, implementation, target.kind)
 
 
 _ARRAYS = (
@@ -223,5 +224,5 @@ def _prepare(arguments: dict[str, Any]) -> tuple[AttentionRequest, AttentionOper
     if "partitioned" not in facts:
         facts["partitioned"] = partitioned_axes(**{name: facts[name] for name in _ARRAYS if name in facts})
     if "platform" not in facts:
-        _, facts["platform"] = resolve_device(None, facts["query"])
+        _, facts["platform"], facts["compute_capability"] = resolve_device(None, facts["query"])
     return make_request(**facts)

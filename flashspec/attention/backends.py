@@ -14,7 +14,7 @@ from jax.extend import backend as jax_backend
 from jax.sharding import PartitionSpec
 
 from flashspec import checks
-from flashspec.attention import blockwise, cudnn, reference, tpu
+from flashspec.attention import blockwise, cudnn, hopper, reference, tpu, tpu_decode
 from flashspec.attention.request import AttentionOperands, AttentionRequest
 from flashspec.checks import fail
 from flashspec.online_softmax import SoftmaxStats
@@ -36,6 +36,8 @@ class Backend:
       attend: the call itself, None where nothing is built in; returns output and lse (None if it has none).
       stats: the same for `attention_stats`.
       config: launch settings for a request, for the plan.
+      backward: which implementation computes the gradients, where it is another one.
+      copies: bytes of each array that it copies whatever its layout, for the plan.
       row_major: whether it reads row-major operands only, so that any other layout costs a copy.
     """
 
@@ -45,6 +47,8 @@ class Backend:
     stats: Callable[[AttentionRequest, AttentionOperands], SoftmaxStats] | None = None
     config: Callable[[AttentionRequest], Mapping[str, int]] = lambda request: {}
     row_major: bool = False
+    backward: Callable[[AttentionRequest], str] | None = None
+    copies: Callable[[AttentionRequest], Mapping[str, int]] = lambda request: {}
 
 
 def _partitioned(request: AttentionRequest) -> tuple[str, ...]:
@@ -54,6 +58,25 @@ def _partitioned(request: AttentionRequest) -> tuple[str, ...]:
 
 def _cudnn(request: AttentionRequest) -> tuple[str, ...]:
     return cudnn.refusals(request) + _partitioned(request)
+
+
+def _hopper(request: AttentionRequest) -> tuple[str, ...]:
+    return hopper.refusals(request) + _partitioned(request)
+
+
+def _hopper_kernels() -> hopper.Kernels:
+    """Imported when first used, so that `import flashspec` stays quick."""
+    from pallas_kernels.gpu.hopper.attention_backward import attention_backward
+    from pallas_kernels.gpu.hopper.attention_forward import attention_forward
+
+    return hopper.Kernels(attention_forward, attention_backward)
+
+
+def hopper_decode_kernel() -> Callable[..., tuple[jax.Array, ...]]:
+    """The decode kernel for Hopper; imported when first used."""
+    from pallas_kernels.gpu.hopper.attention_decode import decode
+
+    return decode
 
 
 def _tpu(request: AttentionRequest) -> tuple[str, ...]:
@@ -68,6 +91,13 @@ def _tpu_kernels() -> tpu.Kernels:
     return tpu.Kernels(attention_forward, attention_backward)
 
 
+def tpu_decode_kernel() -> tpu_decode.Kernel:
+    """The decode kernel for TPUs; imported when first used."""
+    from pallas_kernels.tpu.attention_decode import Cache, DecodeRows, attention_decode
+
+    return tpu_decode.Kernel(attention_decode, Cache, DecodeRows)
+
+
 def _absent(kernel: str) -> Callable[[AttentionRequest], tuple[str, ...]]:
     return lambda request: (f"this version has no {kernel} attention kernel built in",)
 
@@ -80,7 +110,16 @@ def _blocks(request: AttentionRequest) -> Mapping[str, int]:
 BACKENDS: Mapping[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend("hopper", _absent("Hopper")),
+        Backend(
+            "hopper",
+            _hopper,
+            lambda request, operands: hopper.hopper_attention(_hopper_kernels(), request, operands),
+            lambda request, operands: hopper.hopper_stats(_hopper_kernels(), request, operands),
+            config=hopper.launch_config,
+            row_major=True,
+            backward=hopper.backward,
+            copies=hopper.copies,
+        ),
         Backend("ampere", _absent("Ampere")),
         Backend(
             "tpu",
@@ -150,23 +189,35 @@ def run(request: AttentionRequest, operands: AttentionOperands, implementation: 
     Returns:
       (output, lse), with lse None unless asked for, or `SoftmaxStats` when the request is for statistics.
     """
-    default = select(request, implementation)
+    return by_platform(request, operands, lambda request: select(request, implementation).name, _execute)
+
+
+def by_platform(
+    request: AttentionRequest,
+    operands: Any,
+    choose: Callable[[AttentionRequest], str],
+    execute: Callable[[AttentionRequest, str, Any], Any],
+) -> Any:
+    """`execute(request, name, operands)` by the name chosen for each platform that the call may be lowered for."""
+    default = choose(request)
     others = {}
     if not all(map(checks.is_concrete, jax.tree.leaves(operands))):
-        for platform in platforms():
+        for platform, capability in platforms().items():
+            there = dataclasses.replace(request, platform=platform, compute_capability=capability)
             try:
-                others[platform] = select(dataclasses.replace(request, platform=platform), implementation)
+                others[platform] = choose(there)
             except NotImplementedError:
                 continue  # a named kernel of one platform has nothing to run on another: `default` reports it there
-    if all(backend is default for backend in others.values()):
-        return _execute(request, default.name, operands)
-    branches = {name: functools.partial(_execute, request, backend.name) for name, backend in others.items()}
-    return lax.platform_dependent(operands, default=functools.partial(_execute, request, default.name), **branches)
+    if all(name == default for name in others.values()):
+        return execute(request, default, operands)
+    branches = {platform: functools.partial(execute, request, name) for platform, name in others.items()}
+    return lax.platform_dependent(operands, default=functools.partial(execute, request, default), **branches)
 
 
-def platforms() -> tuple[str, ...]:
-    """Platforms of this process, by the names under which XLA lowers for them."""
-    return tuple(sorted({platform_of(client.devices()[0]) for client in jax_backend.backends().values()}))
+def platforms() -> dict[str, str | None]:
+    """Platforms of this process, by the names under which XLA lowers for them, each with its compute capability."""
+    devices = [client.devices()[0] for client in jax_backend.backends().values()]
+    return {platform_of(device): compute_capability(device) for device in devices}
 
 
 def platform_of(device: jax.Device) -> str:
@@ -174,6 +225,11 @@ def platform_of(device: jax.Device) -> str:
     if device.platform != "gpu":
         return device.platform
     return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+
+
+def compute_capability(device: jax.Device) -> str | None:
+    """Of a CUDA GPU, such as "9.0"; None of anything else."""
+    return str(device.compute_capability) if platform_of(device) == "cuda" else None
 
 
 def scope(name: str) -> str:
@@ -196,7 +252,7 @@ def row_specs(query: jax.Array) -> tuple[Any, Any]:
     return PartitionSpec(batch, None, heads), PartitionSpec(batch, None, heads, None)
 
 
-def in_auto_mode[T](call: Callable[[AttentionOperands], T], operands: AttentionOperands, results: Any) -> T:
+def in_auto_mode[T](call: Callable[[Any], T], operands: Any, results: Any) -> T:
     """`call(operands)` with the explicit axes of the query's mesh left to XLA, shardings named for `results` alone.
 
     Loops and masks in explicit mode would each have to name theirs.

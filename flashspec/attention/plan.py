@@ -6,12 +6,12 @@ known only at run time and may leave less of it. Bytes count each operand read a
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from flashspec.attention.backends import BACKENDS, Backend, Implementation, platform_of, select
+from flashspec.attention.backends import BACKENDS, Backend, Implementation, compute_capability, platform_of, select
 from flashspec.attention.request import AttentionOperands, AttentionRequest
 from flashspec.checks import fail, is_concrete
 from flashspec.devices import DeviceFacts, find_device_facts
@@ -46,9 +46,10 @@ class AttentionPlan:
     Args:
       request: the static facts of the call.
       device: kind of the device planned for.
-      forward, backward: the two passes. Each backend named here differentiates itself.
+      forward, backward: the two passes; a backend whose kernels have no backward for a call names the one that has.
       rejected: every other backend that cannot run the request, with all its reasons.
-      copies: bytes copied for each operand whose layout the implementation does not read as it is.
+      copies: bytes copied for each array that the implementation does not read or return as it lies: for its layout, or
+        padded or blanked.
     """
 
     request: AttentionRequest
@@ -65,7 +66,7 @@ class AttentionPlan:
         rows += [_row("forward", self.forward), _row("backward", self.backward)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = [head, *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)]
-        lines += [f"copied for its layout: {name}, {size:,} bytes" for name, size in self.copies.items()]
+        lines += [f"copied: {name}, {size:,} bytes" for name, size in self.copies.items()]
         lines += [f"rejected {name}: {reason}" for name, reasons in self.rejected.items() for reason in reasons]
         return "\n".join(line.rstrip() for line in lines)
 
@@ -90,6 +91,7 @@ def make_plan(
       NotImplementedError: no implementation supports the call.
     """
     backend = select(request, implementation)
+    gradient = BACKENDS[backend.backward(request)] if backend.backward else backend
     refusals = {name: other.supports(request) for name, other in BACKENDS.items()}
     facts = find_device_facts(device)
     return AttentionPlan(
@@ -98,27 +100,40 @@ def make_plan(
         forward=_pass(backend, request, facts, 2 * (request.H + request.Hv), _forward_bytes(request, operands)),
         # Products: the scores again, G_V, G_P, G_Q and G_K (eq. 33.6 to 33.8).
         backward=_pass(
-            backend, request, facts, 2 * (3 * request.H + 2 * request.Hv), _backward_bytes(request, operands)
+            gradient, request, facts, 2 * (3 * request.H + 2 * request.Hv), _backward_bytes(request, operands)
         ),
         rejected={name: reasons for name, reasons in refusals.items() if reasons},
-        copies=_copies(given) if backend.row_major else {},
+        copies={**(_copies(given) if backend.row_major else {}), **backend.copies(request)},
     )
 
 
-def resolve_device(device: jax.Device | str | None, query: Any) -> tuple[str, str]:
-    """Kind and platform of the device to plan for: the one given, else where the query lies, else the default one."""
+class Target(NamedTuple):
+    """What a call is compiled for.
+
+    Args:
+      kind: of the device, as `jax.Device.device_kind`.
+      platform: as in `AttentionRequest`.
+      compute_capability: as in `AttentionRequest`.
+    """
+
+    kind: str
+    platform: str
+    compute_capability: str | None
+
+
+def resolve_device(device: jax.Device | str | None, query: Any) -> Target:
+    """The device to plan for: the one given, else where the query lies, else the default one."""
     if isinstance(device, str):
         platform = next((value for start, value in _PLATFORMS.items() if device.startswith(start)), None)
         if platform is None:
             raise fail("device", f"a jax.Device or a kind beginning with one of {tuple(_PLATFORMS)}", repr(device))
-        return device, platform
+        facts = find_device_facts(device)
+        return Target(device, platform, None if facts is None else facts.compute_capability)
     if device is not None and not isinstance(device, jax.Device):
         raise fail("device", "a jax.Device, the kind of one, or None", repr(device))
-    if device is not None:
-        return device.device_kind, platform_of(device)
     placed = isinstance(query, jax.Array) and is_concrete(query)
-    here: jax.Device = next(iter(query.devices())) if placed else default_device()
-    return here.device_kind, platform_of(here)
+    here = device or (next(iter(query.devices())) if placed else default_device())
+    return Target(here.device_kind, platform_of(here), compute_capability(here))
 
 
 def default_device() -> jax.Device:

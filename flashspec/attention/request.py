@@ -38,11 +38,14 @@ class AttentionRequest:
       logits_soft_cap: c of c * tanh(score / c), or None.
       dropout_rate: probability of dropping.
       dropout_broadcast: axes that share one dropout mask.
-      options: names of the optional array arguments in use, such as "bias" or "q_positions".
+      options: names of the optional array arguments in use, such as "bias" or "q_positions"; and "position_array" where
+        positions are an array rather than `Contiguous`.
       return_lse: whether the log-normaliser is asked for.
       statistics: whether (m, l, u) is asked for in place of an output.
       platform: "cpu", "cuda", "rocm" or "tpu".
+      compute_capability: of a CUDA GPU, such as "9.0"; None elsewhere and where it is not known.
       partitioned: operand axes that are split over devices and may not be.
+      head_shards: into how many parts devices split the query heads, where that is visible.
     """
 
     B: int
@@ -63,7 +66,9 @@ class AttentionRequest:
     return_lse: bool = False
     statistics: bool = False
     platform: str = "cpu"
+    compute_capability: str | None = None
     partitioned: tuple[str, ...] = ()
+    head_shards: int = 1
 
     @property
     def G(self) -> int:
@@ -116,13 +121,14 @@ def make_request(
     return_lse: bool = False,
     statistics: bool = False,
     platform: str = "cpu",
+    compute_capability: str | None = None,
     partitioned: tuple[str, ...] = (),
 ) -> tuple[AttentionRequest, AttentionOperands]:
     """Check the arguments of `dot_product_attention` and bring them into the form that backends take.
 
     Args:
       query, key, value: [B, T, N, H], [B, S, K, H], [B, S, K, Hv].
-      statistics, platform, partitioned: as in `AttentionRequest`.
+      statistics, platform, compute_capability, partitioned: as in `AttentionRequest`.
       The others are those of `dot_product_attention`.
 
     Returns:
@@ -177,11 +183,13 @@ def make_request(
         ),
         dropout_rate=rate,
         dropout_broadcast=_axes("dropout_broadcast", dropout_broadcast),
-        options=frozenset(name for name, array in arrays.items() if array is not None),
+        options=frozenset(name for name, array in arrays.items() if array is not None) | _position_array(structure),
         return_lse=checks.flag("return_lse", return_lse),
         statistics=statistics,
         platform=platform,
+        compute_capability=compute_capability,
         partitioned=partitioned,
+        head_shards=_shards(query, 2),
     )
     operands = AttentionOperands(
         query=query,
@@ -221,18 +229,22 @@ def partitioned_axes(**operands: Any) -> tuple[str, ...]:
 
 
 def _split_axes(operand: Any) -> list[int]:
+    return [axis for axis in range(len(getattr(operand, "shape", ()))) if _shards(operand, axis) > 1]
+
+
+def _shards(operand: Any, axis: int) -> int:
+    """Into how many parts devices split an axis of an operand."""
     if isinstance(operand, jax.core.Tracer):
         sharding = jax.typeof(operand).sharding
     else:
         sharding = getattr(operand, "sharding", None)
     if sharding is None:
-        return []
+        return 1
     if not isinstance(sharding, NamedSharding):
-        return [axis for axis, size in enumerate(sharding.shard_shape(operand.shape)) if size != operand.shape[axis]]
-    names = [(entry,) if isinstance(entry, str) else entry for entry in sharding.spec]
-    return [
-        axis for axis, entry in enumerate(names) if math.prod(sharding.mesh.shape[name] for name in entry or ()) > 1
-    ]
+        return operand.shape[axis] // max(1, sharding.shard_shape(operand.shape)[axis])
+    entry = sharding.spec[axis] if axis < len(sharding.spec) else None
+    names = (entry,) if isinstance(entry, str) else entry or ()
+    return math.prod(sharding.mesh.shape[name] for name in names)
 
 
 def check_dtypes(**arrays: Any) -> None:
@@ -249,6 +261,11 @@ def check_dtypes(**arrays: Any) -> None:
         first = first or dtype
         if dtype != first:
             raise fail(name, f"the query's dtype {first}", dtype)
+
+
+def _position_array(structure: Mask) -> frozenset[str]:
+    positions = (structure.q_positions, structure.kv_positions)
+    return frozenset({"position_array"} if any(isinstance(x, jax.Array) for x in positions) else ())
 
 
 def _number(name: str, value: Any, low: float, high: float) -> float:

@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.extend import backend as jax_backend
 
 from flashspec.attention.dropout import Dropout
+from flashspec.attention.kernel_operands import narrow_segments, without_pairs
 from flashspec.attention.request import AttentionOperands, AttentionRequest
 from flashspec.masks import Mask
 from flashspec.online_softmax import SoftmaxStats, empty_stats
@@ -24,6 +26,8 @@ from pallas_kernels.tpu import attention_backward_config, attention_forward_conf
 from pallas_kernels.tpu.attention_config import HIGHEST, LOWEST, AttentionCall, AttentionStructure
 
 LARGEST_HEAD = 512
+# Generations with matrix units of 256 x 256 (Google Cloud TPU documentation, the version's page); before, 128 x 128.
+LARGE_MATRIX_UNITS = ("TPU v6", "TPU7x")
 # The query gradient of one head stays in VMEM, beside all else; the step words of a call lie in scalar memory.
 LARGEST_QUERY_GRADIENT = 32 * 2**20
 LARGEST_SCHEDULE = 2**17
@@ -104,7 +108,7 @@ def tpu_attention(kernels: Kernels, request: AttentionRequest, operands: Attenti
       operands: its arrays.
     """
     if 0 in (request.B, request.T, request.S):
-        return _without_pairs(request, operands)
+        return without_pairs(request, operands)
     output, lse = _attend(*_prepare(kernels, request, operands))
     return jnp.swapaxes(output[..., : request.Hv], 1, 2), jnp.swapaxes(lse, 1, 2)
 
@@ -116,15 +120,6 @@ def tpu_stats(kernels: Kernels, request: AttentionRequest, operands: AttentionOp
     m, l, u = (jnp.swapaxes(x, 1, 2) for x in _attend(*_prepare(kernels, request, operands)))
     m = lax.stop_gradient(m)
     return SoftmaxStats(m, l, u[..., : request.Hv], m != -jnp.inf)
-
-
-def _without_pairs(request: AttentionRequest, operands: AttentionOperands) -> tuple[Array, Array]:
-    """Output and log-normaliser of rows without any key."""
-    rows = (request.B, request.T, request.N)
-    lse = jnp.full(rows, -jnp.inf, request.stats_dtype)
-    if operands.sinks is not None:
-        lse = jnp.broadcast_to(operands.sinks, rows)
-    return jnp.zeros((*rows, request.Hv), request.dtype), lse
 
 
 def _prepare(
@@ -215,7 +210,14 @@ def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
 
 def _forward_config(request: AttentionRequest) -> attention_forward_config.AttentionForwardConfig:
     sizes = request.T, request.S, _padded_head(request.H), _padded_head(request.Hv), request.dtype.itemsize
-    return attention_forward_config.heuristic(*sizes, bias_bytes=_pair_bytes(request))
+    return attention_forward_config.heuristic(*sizes, bias_bytes=_pair_bytes(request), matrix_unit=_matrix_unit())
+
+
+def _matrix_unit() -> int:
+    """Rows and columns of the matrix units of this process's TPU; of the smaller kind where there is none."""
+    clients = jax_backend.backends().values()
+    kinds = [client.devices()[0].device_kind for client in clients if client.platform == "tpu"]
+    return 256 if any(kind.startswith(LARGE_MATRIX_UNITS) for kind in kinds) else 128
 
 
 def _backward_config(request: AttentionRequest) -> attention_backward_config.AttentionBackwardConfig:
@@ -265,7 +267,7 @@ def _rules(mask: Mask) -> tuple[Array, Array]:
         position = jnp.where(k_index < mask.kv_lengths[:, None], position, LOWEST)
     q_segments, k_segments = jnp.zeros_like(q_index), jnp.zeros_like(k_index)
     if mask.q_segment_ids is not None and mask.kv_segment_ids is not None:
-        q_segments, k_segments = _narrow_segments(mask.q_segment_ids, mask.kv_segment_ids)
+        q_segments, k_segments = narrow_segments(mask.q_segment_ids, mask.kv_segment_ids)
     return _stack(first, last, q_segments), _stack(position, k_segments)
 
 
@@ -296,17 +298,6 @@ def _ranked(first: Array, last: Array, k: Array) -> tuple[Array, Array, Array]:
         return jax.vmap(lambda row, x: jnp.searchsorted(row, x, side=side))(ordered, x).astype(jnp.int32)
 
     return rank(first, "left"), rank(last, "right") - 1, rank(k, "left")
-
-
-def _narrow_segments(q: Array, k: Array) -> tuple[Array, Array]:
-    """Segment ids as int32; 64-bit ones by their ranks, since only equality counts."""
-    if q.dtype.itemsize <= 4:
-        return q.astype(jnp.int32), k.astype(jnp.int32)
-    rows = max(q.shape[0], k.shape[0])
-    q, k = (jnp.broadcast_to(x, (rows, x.shape[1])) for x in (q, k))
-    ordered = jnp.sort(jnp.concatenate([q, k], axis=1), axis=1)
-    ranks = [jax.vmap(jnp.searchsorted)(ordered, x).astype(jnp.int32) for x in (q, k)]
-    return ranks[0], ranks[1]
 
 
 def _dropout(dropout: Dropout | None, request: AttentionRequest) -> tuple[Array | None, Array | None]:

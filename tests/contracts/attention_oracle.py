@@ -20,6 +20,7 @@ from flashspec.attention import dot_product_attention
 from flashspec.attention.backends import BACKENDS, Backend
 from flashspec.attention.blockwise import Blocks, blockwise_attention, blockwise_stats
 from flashspec.attention.dropout import make_dropout
+from flashspec.masks import Contiguous
 
 DIFFERENTIATED = ("query", "key", "value", "bias", "sinks")
 
@@ -89,6 +90,8 @@ def visible_pairs(arguments: dict[str, Any], sizes: tuple[int, ...], wrong: str 
 
     def at(name: str, default: Any, b: int, i: int) -> Any:
         array = arguments.get(name)
+        if isinstance(array, Contiguous):
+            return np.broadcast_to(array.start, B)[b] + i
         return default if array is None else np.broadcast_to(array, (B, array.shape[-1]))[b, i]
 
     def length(name: str, default: int, b: int) -> int:
@@ -223,7 +226,7 @@ def grouped(x: np.ndarray, head: np.ndarray, K: int) -> np.ndarray:
 
 def run(case: Case, implementation: str, return_lse: bool = True) -> Result:
     """The library's results for a case, in one compiled program; without lse, that is 0 and so is its cotangent."""
-    arrays = {name: x for name, x in case.arguments.items() if isinstance(x, np.ndarray | jax.Array)}
+    arrays = {name: x for name, x in case.arguments.items() if isinstance(x, np.ndarray | jax.Array | Contiguous)}
     static = tuple((name, x) for name, x in case.arguments.items() if name not in arrays)
     moved = {name: arrays.pop(name) for name in DIFFERENTIATED if name in arrays}
     static += (("implementation", implementation), ("return_lse", return_lse))
@@ -253,15 +256,20 @@ def assert_close(got: Result, want: Result, tolerance: float = 3e-5) -> None:
 
 
 def plain(case: Case) -> Result:
-    """The formula of eq. 33.2 in the dtype of its inputs, differentiated by JAX; no options but scale and mask."""
-    visible = visible_pairs(case.arguments, case.sizes)
-    scale = case.arguments.get("scale") or case.sizes[5] ** -0.5
+    """The formula of eq. 33.2 in the dtype of its inputs, differentiated by JAX; options: mask, scale, cap, sinks."""
+    given = case.arguments
+    visible = visible_pairs(given, case.sizes)
+    scale, cap = given.get("scale") or case.sizes[5] ** -0.5, given.get("logits_soft_cap")
 
-    def call(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def call(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
         groups = query.shape[2] // key.shape[2]
         key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
-        z = jnp.where(visible, jnp.einsum("btnh,bsnh->bnts", query, key) * scale, -jnp.inf)
-        output = jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(z, axis=-1), value)
+        z = jnp.einsum("btnh,bsnh->bnts", query, key) * scale
+        z = z if cap is None else cap * jnp.tanh(z / cap)
+        z = jnp.where(visible, z, -jnp.inf)
+        sinks = jnp.broadcast_to(sinks.astype(z.dtype)[None, :, None, None], (*z.shape[:3], 1))
+        z = jnp.concatenate([z, sinks], axis=3)
+        output = jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(z, axis=-1)[..., :-1], value)
         return output, jnp.swapaxes(jax.nn.logsumexp(z, axis=-1), 1, 2)
 
     @jax.jit
@@ -269,8 +277,10 @@ def plain(case: Case) -> Result:
         (output, lse), pull = jax.vjp(call, *operands)
         return output, lse, pull((g_output.astype(output.dtype), g_lse.astype(lse.dtype)))
 
-    names = ("query", "key", "value")
-    output, lse, gradients = program([case.arguments[name] for name in names], case.g_output, case.g_lse)
+    no_sink = np.full(case.sizes[3], np.finfo(np.float16).min, np.float32)  # so low that its weight is 0
+    operands = [*(given[name] for name in ("query", "key", "value")), given.get("sinks", no_sink)]
+    output, lse, gradients = program(operands, case.g_output, case.g_lse)
+    names = ("query", "key", "value", "sinks")
     return Result(np.asarray(output), np.asarray(lse), dict(zip(names, map(np.asarray, gradients), strict=True)))
 
 

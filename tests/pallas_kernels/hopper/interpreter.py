@@ -1,7 +1,7 @@
-"""Mosaic GPU kernels where there is no GPU: JAX's interpreter, taught two things that attention on Hopper needs.
+"""Mosaic GPU kernels where there is no GPU: JAX's interpreter, taught three things that attention on Hopper needs.
 
-They are a product whose left factor is in registers, and a copy to device memory that adds. This reaches into private
-modules of JAX, whose names both supported versions share.
+They are a product whose left factor is in registers, an accumulator that is set, and a copy to device memory that adds.
+This reaches into private modules of JAX, whose names both supported versions share.
 """
 
 import contextlib
@@ -14,7 +14,9 @@ from unittest import mock
 import jax
 import numpy as np
 from jax._src import callback
+from jax._src.pallas.mosaic_gpu import primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
+from jax._src.state import primitives as state_primitives
 from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -27,6 +29,7 @@ def interpreted() -> Iterator[None]:
     interpreter = jaxpr_interpret.JaxprInterpreter
     with (
         mock.patch.object(interpreter, "_interpret_wgmma_ref_p", _wgmma(interpreter._interpret_wgmma_ref_p)),
+        mock.patch.object(primitives, "wgmma_accumulator_store", _set),
         mock.patch.object(gpu_callbacks, "copy_smem_to_gmem", _copy_or_add(gpu_callbacks.copy_smem_to_gmem)),
         mock.patch.object(shared_memory.Barrier, "deallocate", _deallocate(shared_memory.Barrier.deallocate)),
         plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()),
@@ -39,6 +42,10 @@ def _reader(key: Any, transforms: Any) -> tuple[Any, Any]:
     indices = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
     key = gpu_callbacks.HostAllocationKey.from_array(key)
     return key, gpu_callbacks._get_shared_memory().access(key, indices)
+
+
+def _set(accumulator: Any, value: Any) -> None:
+    state_primitives.ref_set(accumulator, (), value)
 
 
 def _wgmma(original: Any) -> Any:

@@ -1,0 +1,306 @@
+"""Attention by our Hopper kernels: from the mask's structure to what the kernels read, and their derivative.
+
+The kernels are passed in, so that tests run the very same code over stand-ins. Forward and backward are one function,
+differentiable in query, key, value and sinks: through output and log-normaliser, or through (l, u) with m held constant
+(eq. 33.6 to 33.8). The kernels take lengths in multiples of 8 and head sizes in multiples of 64; others are padded, a
+copy that the plan counts.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from flashspec.attention.blockwise import blockwise_attention, blockwise_stats
+from flashspec.attention.hopper_mask import Structure, hide, kernel_structure, may_hide
+from flashspec.attention.kernel_operands import without_pairs
+from flashspec.attention.lifting import lift
+from flashspec.attention.request import AttentionOperands, AttentionRequest
+from flashspec.online_softmax import SoftmaxStats, empty_stats
+from pallas_kernels.gpu.hopper import attention_backward_config, attention_forward_config
+from pallas_kernels.gpu.hopper.attention_forward_config import ForwardConfig, ForwardShape
+from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, SegmentIds
+from pallas_kernels.launch import round_up, varying_alike
+
+CAPABILITY = "9.0"
+LARGEST_HEAD, LARGEST_BACKWARD_HEAD = 256, 128
+HEAD_MULTIPLE, LENGTH_MULTIPLE = 64, 8
+
+
+class Kernels(NamedTuple):
+    """The kernels of `pallas_kernels.gpu.hopper`, or stand-ins with their signatures."""
+
+    forward: Callable[..., tuple[Array, ...]]
+    backward: Callable[..., tuple[Array, ...]]
+
+
+class Tensors(NamedTuple):
+    """What is differentiated, padded; also the form of its gradients."""
+
+    query: Array  # [B, T, N, H]
+    key: Array  # [B, S, K, H]
+    value: Array  # [B, S, K, Hv]
+    sinks: Array | None  # float32 [N]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """What is static about a call: hashable, so that it can stand beside differentiated arguments."""
+
+    kernels: Kernels
+    mask: AttentionMask
+    scale: float
+    soft_cap: float | None
+    statistics: bool
+    forward: ForwardConfig
+    backward: attention_backward_config.BackwardConfig
+
+
+def refusals(request: AttentionRequest) -> tuple[str, ...]:
+    """Why the Hopper kernels cannot run a call, forward and backward; empty when they can."""
+    device = request.platform
+    if device == "cuda":
+        device += f" of compute capability {request.compute_capability or 'unknown'}"
+    here = f"cuda of compute capability {CAPABILITY}"
+    elsewhere = () if device == here else (f"runs on {here} only, not on {device}",)
+    return elsewhere + kernel_refusals(request)
+
+
+def kernel_refusals(request: AttentionRequest) -> tuple[str, ...]:
+    """`refusals` but for the device: what the kernels cannot do wherever they are compiled for."""
+    rules = (
+        (request.dtype not in (jnp.bfloat16, np.float16), f"computes in bfloat16 or float16, not in {request.dtype}"),
+        (max(request.H, request.Hv) > LARGEST_HEAD, f"takes head sizes up to {LARGEST_HEAD}"),
+        (request.dropout_rate > 0, "has no dropout"),
+        (
+            request.K > 1 and request.K % request.head_shards != 0,
+            f"splits heads by groups: {request.K} key/value heads do not divide over {request.head_shards} devices",
+        ),
+        *((option in request.options, reason) for option, reason in _OPTIONS.items()),
+    )
+    return tuple(reason for refused, reason in rules if refused)
+
+
+_OPTIONS = {
+    "bias": "adds no bias",
+    "mask": "reads no explicit mask",
+    "position_array": "takes positions as `Contiguous` only, not as an array",
+}
+
+
+def backward(request: AttentionRequest) -> str:
+    """Which backend computes the gradients of a call: "hopper", or "blockwise" where a head is too wide for it."""
+    return "hopper" if max(request.H, request.Hv) <= LARGEST_BACKWARD_HEAD else "blockwise"
+
+
+def launch_config(request: AttentionRequest) -> Mapping[str, int]:
+    """Launch settings of forward and backward, for the plan."""
+    forward = {name: int(value) for name, value in dataclasses.asdict(_forward_config(request)).items()}
+    if backward(request) != "hopper":
+        return forward
+    return forward | {
+        f"backward_{name}": value for name, value in dataclasses.asdict(_backward_config(request)).items()
+    }
+
+
+def copies(request: AttentionRequest) -> Mapping[str, int]:
+    """Bytes of each array that is padded, or blanked where nobody sees it, for the plan."""
+    r, padded = request, _padded_shape(request)
+    blanked = may_hide(request)
+    sizes = {
+        "query": (r.B * r.N, (r.T, r.H), (padded.T, padded.H)),
+        "key": (r.B * r.K, (r.S, r.H), (padded.S, padded.H)),
+        "value": (r.B * r.K, (r.S, r.Hv), (padded.S, padded.Hv)),
+        "output": (r.B * r.N, (r.T, r.Hv), (padded.T, padded.Hv)),
+    }
+    return {
+        name: rows * length * size * r.dtype.itemsize
+        for name, (rows, given, (length, size)) in sizes.items()
+        if given != (length, size) or (blanked and name != "output")
+    }
+
+
+def hopper_attention(kernels: Kernels, request: AttentionRequest, operands: AttentionOperands) -> tuple[Array, Array]:
+    """Attention output [B, T, N, Hv] and log-normaliser [B, T, N], differentiable.
+
+    Args:
+      kernels: the kernels, or stand-ins.
+      request: static facts of the call, one that `kernel_refusals` has nothing against.
+      operands: its arrays.
+    """
+    if 0 in (request.B, request.T, request.S):
+        return without_pairs(request, operands)
+
+    def forward(operands: AttentionOperands) -> tuple[Array, Array]:
+        output, lse = _run(kernels, request, operands)
+        return output[:, : request.T, :, : request.Hv], jnp.swapaxes(lse[:, :, : request.T], 1, 2)
+
+    return _differentiable(request, forward, blockwise_attention)(operands)
+
+
+def hopper_stats(kernels: Kernels, request: AttentionRequest, operands: AttentionOperands) -> SoftmaxStats:
+    """Statistics (m, l, u) of the call's keys, rows [B, T, N]; arguments as in `hopper_attention`."""
+    if 0 in (request.B, request.T, request.S):
+        return empty_stats((request.B, request.T, request.N), request.Hv, request.stats_dtype)
+
+    def forward(operands: AttentionOperands) -> SoftmaxStats:
+        u, m, l = _run(kernels, request, operands)
+        m, l = (jnp.swapaxes(x[:, :, : request.T], 1, 2) for x in (lax.stop_gradient(m), l))
+        return SoftmaxStats(m, l, u[:, : request.T, :, : request.Hv], m != -jnp.inf)
+
+    return _differentiable(request, forward, blockwise_stats)(operands)
+
+
+def _differentiable[T](
+    request: AttentionRequest, forward: Callable[[AttentionOperands], T], twin: Callable[..., T]
+) -> Callable[[AttentionOperands], T]:
+    """`forward`, which differentiates itself; or with the gradients of its twin, where the kernels have none."""
+    if backward(request) == "hopper":
+        return forward
+    call = jax.custom_vjp(forward)
+
+    def gradients(operands: AttentionOperands, cotangents: T) -> tuple[AttentionOperands]:
+        _, pull = jax.vjp(functools.partial(twin, request), operands)
+        return pull(cotangents)
+
+    call.defvjp(lambda operands: (forward(operands), operands), gradients)
+    return call
+
+
+def _run(kernels: Kernels, request: AttentionRequest, operands: AttentionOperands) -> tuple[Array, ...]:
+    """The kernels over padded operands: (output, lse), or (u, m, l) for statistics, rows [B, N, T padded]."""
+    mask, structure = kernel_structure(operands.mask)
+    query, key, value = hide(request, operands, structure)
+    H, Hv = padded_heads(request.H, request.Hv)
+    tensors = Tensors(_pad(query, H), _pad(key, H), _pad(value, Hv), operands.sinks)
+    tensors, structure = varying_alike((tensors, structure))
+    program = _Program(
+        kernels,
+        mask,
+        request.scale,
+        request.logits_soft_cap,
+        request.statistics,
+        _forward_config(request),
+        _backward_config(request),
+    )
+    return _attend(program, tensors, structure)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(program: _Program, tensors: Tensors, structure: Structure) -> tuple[Array, ...]:
+    def kernel(query: Array, key: Array, value: Array, *rest: Array) -> tuple[Array, ...]:
+        given = dict(zip(names, rest, strict=True))
+        return program.kernels.forward(
+            query,
+            key,
+            value,
+            given.get("bounds"),
+            _segments(given),
+            given.get("sinks"),
+            mask=program.mask,
+            scale=program.scale,
+            soft_cap=program.soft_cap,
+            statistics=program.statistics,
+            config=program.forward,
+        )
+
+    names, arrays, axes = _present(structure, tensors.sinks, tensors.query.shape[0])
+    results = ("B T N V", "B N T", "B N T") if program.statistics else ("B T N V", "B N T")
+    call = lift(kernel, ("B T N H", "B S K H", "B S K V", *axes), results)
+    return tuple(call(*tensors[:3], *arrays))
+
+
+def _attend_forward(program: _Program, tensors: Tensors, structure: Structure) -> tuple[Any, Any]:
+    results = _attend(program, tensors, structure)
+    return results, (tensors, structure, results[:2])
+
+
+def _attend_backward(program: _Program, saved: Any, cotangents: tuple[Array, ...]) -> tuple[Tensors, None]:
+    """Gradients by eq. 33.6 to 33.8: for (u, m, l), weights e^(s - m) and no row mean."""
+    tensors, structure, (output, lse) = saved
+    if program.statistics:
+        output_gradient, _, g_l = cotangents
+        delta = -g_l[:, :, : output.shape[1]]
+    else:
+        output_gradient, g_lse = cotangents
+        empty = jnp.swapaxes(lse[:, :, : output.shape[1]] == -jnp.inf, 1, 2)
+        output_gradient = jnp.where(empty[..., None], 0, output_gradient)
+        products = output_gradient.astype(jnp.float32) * output.astype(jnp.float32)
+        g_lse = jnp.where(lse == -jnp.inf, 0, g_lse)[:, :, : output.shape[1]]
+        delta = jnp.swapaxes(jnp.sum(products, axis=-1), 1, 2) - g_lse
+
+    def kernel(query: Array, key: Array, value: Array, *rest: Array) -> tuple[Array, ...]:
+        output_gradient, lse, delta, *others = rest
+        given = dict(zip(names, others, strict=True))
+        return program.kernels.backward(
+            query,
+            key,
+            value,
+            output_gradient,
+            lse,
+            delta,
+            given.get("bounds"),
+            _segments(given),
+            mask=program.mask,
+            scale=program.scale,
+            soft_cap=program.soft_cap,
+            config=program.backward,
+        )
+
+    names, arrays, axes = _present(structure, None, tensors.query.shape[0])
+    operands = ("B T N H", "B S K H", "B S K V", "B T N V", "B N T", "B N T", *axes)
+    call = lift(kernel, operands, ("B T N H", "B S K H", "B S K V"))
+    gradients = call(*tensors[:3], output_gradient.astype(tensors.value.dtype), lse, delta, *arrays)
+    sinks = None
+    if tensors.sinks is not None:
+        weights = jnp.exp(tensors.sinks[None, :, None] - lse[:, :, : output.shape[1]])
+        sinks = -jnp.sum(weights * delta, axis=(0, 2))
+    query, key, value = gradients
+    return Tensors(query, key, value, sinks), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _present(structure: Structure, sinks: Array | None, batch: int) -> tuple[tuple[str, ...], list[Array], list[str]]:
+    """Names, arrays and axes of the optional operands that a call has; each leads with the batch."""
+    given = structure._asdict() | {"sinks": None if sinks is None else jnp.broadcast_to(sinks, (batch, *sinks.shape))}
+    letters = {"bounds": "B C", "q_ids": "B T", "kv_ids": "B S", "sinks": "B N"}
+    present = {name: array for name, array in given.items() if array is not None}
+    return tuple(present), list(present.values()), [letters[name] for name in present]
+
+
+def _segments(given: Mapping[str, Array]) -> SegmentIds | None:
+    return SegmentIds(given["q_ids"], given["kv_ids"]) if "q_ids" in given else None
+
+
+def padded_heads(H: int, Hv: int) -> tuple[int, int]:
+    """The head sizes that the kernels compute with: the least that forward and backward both take."""
+    for sizes in attention_backward_config.HEAD_SIZES:
+        if sizes[0] >= H and sizes[1] >= Hv:
+            return sizes
+    return round_up(H, HEAD_MULTIPLE), round_up(Hv, HEAD_MULTIPLE)
+
+
+def _padded_shape(request: AttentionRequest) -> ForwardShape:
+    T, S = (round_up(size, LENGTH_MULTIPLE) for size in (request.T, request.S))
+    return ForwardShape(request.B, T, S, request.N, request.K, *padded_heads(request.H, request.Hv))
+
+
+def _forward_config(request: AttentionRequest) -> ForwardConfig:
+    return attention_forward_config.heuristic(_padded_shape(request), request.statistics)
+
+
+def _backward_config(request: AttentionRequest) -> attention_backward_config.BackwardConfig:
+    return attention_backward_config.heuristic(attention_backward_config.BackwardShape(*_padded_shape(request)))
+
+
+def _pad(x: Array, head: int) -> Array:
+    """[B, length, heads, size] with zeros up to a length and a head size that the kernels take."""
+    widths = [(0, 0), (0, -x.shape[1] % LENGTH_MULTIPLE), (0, 0), (0, head - x.shape[3])]
+    return jnp.pad(x, widths) if any(after for _, after in widths) else x

@@ -1,0 +1,131 @@
+"""A kernel as a function that `jit`, `vmap` and operands split over devices reach together.
+
+A raw kernel takes row-major arrays of one device. `lift` folds an axis that `jax.vmap` adds into the batch, which every
+operand leads with, and tells XLA how the kernel splits: over batch and heads, each device on its part, nothing else.
+Differentiation wraps the result (`jax.custom_vjp` outside, this inside).
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+def lift(
+    kernel: Callable[..., tuple[Array, ...]], operands: Sequence[str], results: Sequence[str]
+) -> Callable[..., tuple[Array, ...]]:
+    """The kernel with rules for `vmap` and for operands that are split over devices.
+
+    Args:
+      kernel: takes one array for each of `operands`, returns one for each of `results`.
+      operands: the axes of each operand as letters with spaces: B batch, first where there is one; N query heads; K
+        key/value heads; any other letter names an axis that stays whole. The first operand has B and N.
+      results: the same for the results.
+
+    Returns:
+      A function of the same arrays.
+    """
+    split = _partitioned(kernel, operands, results)
+
+    @custom_vmap
+    def call(*arrays: Array) -> tuple[Array, ...]:
+        return split(*arrays)
+
+    @call.def_vmap
+    def _fold(size: int, batched: Sequence[bool], *arrays: Array) -> tuple[Any, Any]:
+        led = [axes.split()[0] == "B" for axes in operands]
+        if any(is_batched and not leads for is_batched, leads in zip(batched, led, strict=True)):
+            return _one_by_one(call, batched, arrays)  # such as pools of pages: there is no batch axis to fold into
+
+        def fold(x: Array, is_batched: bool) -> Array:
+            x = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+            return x.reshape(size * x.shape[1], *x.shape[2:])
+
+        triples = zip(arrays, batched, led, strict=True)
+        folded = call(*(fold(x, is_batched) if leads else x for x, is_batched, leads in triples))
+        return tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in folded), (True,) * len(results)
+
+    return call
+
+
+def _one_by_one(
+    call: Callable[..., Sequence[Array]], batched: Sequence[bool], arrays: Sequence[Array]
+) -> tuple[Any, Any]:
+    """`call` for each entry of the mapped axis in turn."""
+
+    def one(mapped: Sequence[Array]) -> Sequence[Array]:
+        rest = iter(mapped)
+        return call(*(next(rest) if is_batched else x for x, is_batched in zip(arrays, batched, strict=True)))
+
+    results = lax.map(one, [x for x, is_batched in zip(arrays, batched, strict=True) if is_batched])
+    return results, type(results)([True] * len(results))
+
+
+def _partitioned(kernel: Callable[..., Any], operands: Sequence[str], results: Sequence[str]) -> Callable[..., Any]:
+    # Inside `jit` a kernel may hold constant arrays, which XLA's partitioner refuses to carry.
+    split = custom_partitioning(jax.jit(kernel))
+
+    def partition(mesh: Mesh, arguments: Sequence[Any], outputs: Sequence[Any]) -> Any:
+        batch, heads = _split_axes(operands[0], arguments[0])
+        sizes = _sizes(operands, [x.shape for x in arguments])
+        by_letter = {"B": batch, "N": heads, "K": heads if sizes.get("K", 1) > 1 else None}
+
+        def shardings(names: Sequence[str]) -> tuple[NamedSharding, ...]:
+            specs = (PartitionSpec(*(by_letter.get(letter) for letter in axes.split())) for axes in names)
+            return tuple(NamedSharding(mesh, spec) for spec in specs)
+
+        def local(*arrays: Array) -> Any:
+            parts = kernel(*arrays)
+            if heads is None or by_letter["K"] is not None:
+                return parts
+            # Every device has the one key/value head and a part of its query heads: its gradient is the sum of theirs.
+            pairs = zip(parts, results, strict=True)
+            return tuple(lax.psum(x, heads) if "K" in axes.split() else x for x, axes in pairs)
+
+        return mesh, local, shardings(results), shardings(operands)
+
+    split.def_partition(
+        partition=partition,
+        sharding_rule=lambda mesh, arguments, _: _rule(operands, results, [x.shape for x in arguments]),
+    )
+    return split
+
+
+def _rule(
+    operands: Sequence[str], results: Sequence[str], shapes: Sequence[Sequence[int]]
+) -> tuple[str, dict[str, Any]]:
+    """How the axes correspond, in XLA's notation: query heads are (key/value head, head of its group)."""
+    sizes = _sizes(operands, shapes)
+    single, groups = sizes.get("K") == 1, sizes["N"] // sizes.get("K", sizes["N"])
+    both = groups > 1 and not single
+    names = {"B": "b", "N": "(k g)" if both else "k"} | ({} if single else {"K": "k"})
+    whole = itertools.count()
+
+    def side(arrays: Sequence[str]) -> str:
+        return ", ".join(
+            " ".join(names.get(letter) or f"whole{next(whole)}" for letter in axes.split()) for axes in arrays
+        )
+
+    rule = f"{side(operands)} -> {side(results)}"
+    factors: dict[str, Any] = {"need_replication_factors": tuple(f"whole{i}" for i in range(next(whole)))}
+    if both:
+        factors["g"] = groups
+    return rule, factors
+
+
+def _sizes(operands: Sequence[str], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+    """The size of each letter's axis; letters of axes that stay whole may stand for several sizes."""
+    pairs = zip(operands, shapes, strict=True)
+    return {letter: size for axes, shape in pairs for letter, size in zip(axes.split(), shape, strict=True)}
+
+
+def _split_axes(axes: str, argument: Any) -> tuple[Any, Any]:
+    """The mesh axes over which the batch and the heads of an operand are split."""
+    spec = dict(zip(axes.split(), (*argument.sharding.spec, *[None] * len(argument.shape)), strict=False))
+    return spec["B"], spec["N"]

@@ -1,0 +1,152 @@
+"""The Hopper kernels on a Hopper GPU: no worse than twice the plain formula's error, forward and backward."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flashspec.attention import attention_stats, dot_product_attention, plan_attention
+from flashspec.masks import Contiguous
+from flashspec.online_softmax import finalize, merge
+from tests.contracts.attention_oracle import Case, assert_no_worse, oracle, random_case, run
+
+pytestmark = pytest.mark.gpu
+
+# B, T, S, N, K, H, Hv: lengths that are no multiple of a block or of 8, groups, one key/value head, all head sizes.
+SIZES = {
+    "64": (2, 136, 200, 4, 2, 64, 64),
+    "128": (1, 150, 261, 4, 4, 128, 128),
+    "256": (1, 130, 141, 2, 1, 256, 256),
+    "odd head": (2, 77, 90, 3, 1, 80, 80),
+    "wide and narrow": (1, 70, 133, 4, 1, 128, 64),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"positions": "causal", "sinks": True},
+    "window": {"positions": "causal window", "soft_cap": 1.5},
+    "lengths": {"positions": "window", "lengths": True, "scale": -0.2},
+    "segments": {"segments": True, "lengths": True},
+}
+
+
+def gpu_case(seed: int, sizes: tuple[int, ...], dtype: Any = jnp.bfloat16, **options: Any) -> Case:
+    case = random_case(seed, dtype, sizes=sizes, **options)
+    if "q_positions" in case.arguments:
+        case.arguments["q_positions"] = Contiguous(case.arguments["q_positions"][:, 0].astype(np.int32))
+        if case.arguments["window"] is not None:
+            case.arguments["window"] = (70, 1)
+    case.g_output = np.asarray(jnp.asarray(case.g_output, dtype), float)
+    case.g_lse = np.zeros_like(case.g_lse)
+    return case
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("sizes", ["64", "128"])
+def test_options(sizes: str, options: str) -> None:
+    case = gpu_case(0, SIZES[sizes], **OPTIONS[options])
+    got = run(case, "hopper")
+    assert_no_worse(got, case)
+    np.testing.assert_allclose(got.lse, oracle(case).lse, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("sizes", ["256", "odd head", "wide and narrow"])
+def test_sizes(sizes: str) -> None:
+    case = gpu_case(1, SIZES[sizes], positions="causal")
+    assert_no_worse(run(case, "hopper"), case)
+
+
+def test_one_query_and_one_key() -> None:
+    """The output is the value, and its gradient the output's; those of query and key are 0."""
+    case = gpu_case(1, (2, 1, 1, 2, 1, 64, 64))
+    got = run(case, "hopper")
+    np.testing.assert_array_equal(np.asarray(got.output, float), np.repeat(case.arguments["value"], 2, 2).astype(float))
+    want = case.g_output.sum(axis=2, keepdims=True)
+    np.testing.assert_allclose(np.asarray(got.gradients["value"], float), want, rtol=2**-7, atol=2**-7)
+    for name in ("query", "key"):
+        np.testing.assert_allclose(np.asarray(got.gradients[name], float), 0, atol=2**-6)
+
+
+def test_float16_and_default_positions() -> None:
+    case = gpu_case(2, (2, 200, 200, 4, 2, 128, 128), np.float16)
+    case.arguments |= {"is_causal": True, "window": (100, 0)}
+    got = run(case, "hopper")
+    assert_no_worse(got, case)
+    case.arguments["window"] = (99, 0)
+    with pytest.raises(AssertionError):
+        assert_no_worse(got, case)
+
+
+def test_large_logits() -> None:
+    case = gpu_case(3, SIZES["128"])
+    case.arguments["scale"] = 20.0
+    got = run(case, "hopper")
+    assert np.isfinite(np.asarray(got.output, float)).all()
+    np.testing.assert_allclose(got.lse, oracle(case).lse, rtol=1e-3)
+
+
+def test_what_nobody_sees_touches_nothing() -> None:
+    case = gpu_case(4, SIZES["64"], positions="causal", sinks=True)
+    case.arguments |= {"kv_lengths": np.array([131, 0]), "q_lengths": np.array([130, 136])}
+    clean = run(case, "hopper")
+    copied = {name: case.arguments[name].copy() for name in ("query", "key", "value")}
+    dirty = dataclasses.replace(case, arguments=case.arguments | copied)
+    dirty.arguments["key"][0, 131:], dirty.arguments["value"][0, 131:] = np.nan, np.nan
+    dirty.arguments["key"][1], dirty.arguments["query"][0, 130:] = np.nan, np.inf
+    got = run(dirty, "hopper")
+    np.testing.assert_array_equal(got.output, clean.output)
+    np.testing.assert_array_equal(got.lse, clean.lse)
+    for name, gradient in got.gradients.items():
+        assert np.isfinite(np.asarray(gradient, float)).all(), name
+    assert not np.asarray(got.output, float)[1].any()
+    np.testing.assert_allclose(got.lse[1], np.broadcast_to(case.arguments["sinks"], got.lse[1].shape), rtol=1e-5)
+
+
+def test_statistics_merge_into_the_whole() -> None:
+    case = gpu_case(5, SIZES["128"])
+    query, key, value = (jnp.asarray(case.arguments[name]) for name in ("query", "key", "value"))
+    parts = [
+        attention_stats(query, key[:, s], value[:, s], implementation="hopper") for s in (slice(0, 64), slice(64, None))
+    ]
+    output, lse = finalize(merge(*parts))
+    want = oracle(case)
+    assert np.linalg.norm(output - want.output) <= 5e-3 * np.linalg.norm(want.output)
+    np.testing.assert_allclose(lse, want.lse, rtol=1e-4, atol=1e-4)
+    alone, _ = finalize(parts[1])
+    assert np.linalg.norm(alone - want.output) > 5e-3 * np.linalg.norm(want.output)
+
+
+def test_vmap_equals_a_loop_and_runs_agree() -> None:
+    case = gpu_case(6, SIZES["64"])
+    query, key, value = (jnp.asarray(case.arguments[name]) for name in ("query", "key", "value"))
+    call = jax.jit(lambda q: dot_product_attention(q, key, value, implementation="hopper"))
+    stacked = jnp.stack([query, 2 * query])
+    both = jax.jit(jax.vmap(call))(stacked)
+    for i in range(2):
+        np.testing.assert_array_equal(np.asarray(both[i], float), np.asarray(call(stacked[i]), float))
+    np.testing.assert_array_equal(np.asarray(call(query), float), np.asarray(call(query), float))
+
+
+def test_many_heads() -> None:
+    """B * N beyond 65,535, where a grid of two axes ends."""
+    pairs = zip(jax.random.split(jax.random.key(0), 3), (2**16, 2**14, 2**14), strict=True)
+    query, key, value = (jax.random.normal(seed, (2, 8, heads, 64), jnp.bfloat16) for seed, heads in pairs)
+    call = jax.jit(lambda q, k, v: dot_product_attention(q, k, v, is_causal=True, implementation="hopper"))
+    got, part = call(query, key, value), slice(-64, None)
+    want = call(query[:, :, part], key[:, :, -16:], value[:, :, -16:])
+    np.testing.assert_array_equal(np.asarray(got[:, :, part], float), np.asarray(want, float))
+
+
+def test_the_program_holds_the_kernels_that_the_plan_names() -> None:
+    shape = jnp.ones((2, 128, 4, 64), jnp.bfloat16)
+    plan = plan_attention(shape, shape, shape, is_causal=True)
+    assert (plan.forward.implementation, plan.backward.implementation) == ("hopper", "hopper")
+    total = jax.jit(
+        jax.grad(lambda q: dot_product_attention(q, shape, shape, is_causal=True).astype(jnp.float32).sum())
+    )
+    program = total.lower(shape).compile().as_text()
+    assert "flashspec_hopper_attention_forward" in program
+    assert "flashspec_hopper_attention_backward" in program
+    assert "flashspec.attention.hopper" in program
