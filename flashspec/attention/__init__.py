@@ -1,7 +1,8 @@
 """Exact attention: one call, several implementations, and a plan that says which one runs and why."""
 
 from flashspec.attention.api import attention_stats, dot_product_attention, plan_attention
-from flashspec.attention.decode import cached_attention, decode_attention
+from flashspec.attention.cascade import cascade_attention
+from flashspec.attention.decode import cached_attention, decode_attention, decode_stats
 from flashspec.attention.plan import AttentionPlan
 from flashspec.attention.request import AttentionRequest
 from flashspec.attention.views import DenseView, PagedView, WindowView
@@ -18,7 +19,9 @@ __all__ = [
     "WindowView",
     "attention_stats",
     "cached_attention",
+    "cascade_attention",
     "decode_attention",
+    "decode_stats",
     "dot_product_attention",
     "finalize",
     "merge",

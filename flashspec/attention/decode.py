@@ -18,10 +18,12 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from flashspec import checks
-from flashspec.attention import backends, reference
+from flashspec.attention import backends, hopper_decode, reference, tpu_decode
 from flashspec.attention.backends import Implementation
+from flashspec.attention.hopper_decode import DecodeArrays
+from flashspec.attention.plan import resolve_device
 from flashspec.attention.request import AttentionOperands, AttentionRequest, make_request, partitioned_axes
-from flashspec.attention.views import View, WindowView, check_view, gather
+from flashspec.attention.views import PagedView, View, WindowView, check_view, gather
 from flashspec.checks import fail
 from flashspec.masks import Contiguous, Window, make_mask
 from flashspec.online_softmax import SoftmaxStats, empty_stats, finalize, merge_axis, shifted_weights
@@ -63,10 +65,13 @@ def decode_attention(
       scale: a Python number of at most 1e30 in magnitude; 1 / sqrt(H) by default.
       logits_soft_cap: c of c tanh(score / c), a Python number in [1e-30, 1e30].
       sinks: [N] natural-log logits, one more key with value 0 for each head; neither scaled nor capped. In lse too.
-      implementation: "blockwise" (keys in parts, the default) or "reference"; or a sequence of names, of which the
-        first that supports the call runs.
+      implementation: "hopper" or "tpu" (our kernels, the default on GPUs of compute capability 9.0 and on TPUs for what
+        they take), "blockwise" (keys in parts on XLA, the default for the rest) or "reference"; or a sequence of names,
+        of which the first that supports the call runs.
       return_lse: whether to return the log-normaliser too.
-      num_splits: into how many parts "blockwise" cuts the keys; by default one for every 4096.
+      num_splits: into how many parts the slots of a row are cut. By default "blockwise" takes one for every 4096, and
+        a kernel as many as keep the chip busy; with a number given, a row's result on "hopper" is the same bit for bit
+        whatever rows are beside it.
 
     Returns:
       output [B, T, N, Hv] in the query's dtype; with `return_lse` also lse [B, T, N] in float32 (float64 for float64).
@@ -75,22 +80,55 @@ def decode_attention(
       ValueError: an argument is wrong.
       NotImplementedError: the implementations named cannot run this call; the message has every reason.
     """
-    request, operands = _prepare(
-        query,
-        view,
-        q_lengths=q_lengths,
-        tree_mask=tree_mask,
-        window=window,
-        scale=scale,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-    )
+    options: dict[str, Any] = {"q_lengths": q_lengths, "tree_mask": tree_mask, "window": window, "scale": scale}
+    options |= {"logits_soft_cap": logits_soft_cap, "sinks": sinks}
+    checks.flag("return_lse", return_lse)
+    output, lse = _decode(query, view, implementation, num_splits, options)
+    return (output, lse) if return_lse else output
+
+
+def decode_stats(
+    query: ArrayLike,
+    view: View,
+    *,
+    q_lengths: ArrayLike | None = None,
+    tree_mask: ArrayLike | None = None,
+    window: Window = None,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    implementation: Implementation = None,
+    num_splits: int | None = None,
+) -> SoftmaxStats:
+    """Statistics of new tokens over a cache view (eq. 33.3), to be merged with those of other, disjoint keys.
+
+    Args:
+      query: [B, T, N, H], T from 1 to 16.
+      view: a `DenseView`, `WindowView` or `PagedView` of the same B rows.
+      The others are those of `decode_attention`.
+
+    Returns:
+      m, l, nonempty [B, T, N] and u [B, T, N, Hv], in float32 (float64 for float64).
+
+    Raises:
+      ValueError: an argument is wrong.
+      NotImplementedError: the implementations named cannot run this call.
+    """
+    options: dict[str, Any] = {"q_lengths": q_lengths, "tree_mask": tree_mask, "window": window, "scale": scale}
+    options |= {"logits_soft_cap": logits_soft_cap, "statistics": True}
+    return SoftmaxStats(*_decode(query, view, implementation, num_splits, options))
+
+
+def _decode(
+    query: ArrayLike, view: View, implementation: Implementation, num_splits: int | None, options: dict[str, Any]
+) -> Any:
+    """(output, lse), or with `statistics` among the options (m, l, u, nonempty), by the implementation selected."""
+    request, arrays = _prepare(query, view, **options)
     if not 1 <= request.T <= MAX_QUERIES:
         raise fail("query", f"1 to {MAX_QUERIES} new tokens T (`cached_attention` takes more)", f"T = {request.T}")
-    splits = cdiv(request.S, PART) if num_splits is None else checks.at_least("num_splits", num_splits, 1)
-    checks.flag("return_lse", return_lse)
-    output, lse = _run(request, _select(request, implementation), max(splits, 1), operands)
-    return (output, lse) if return_lse else output
+    if num_splits is not None:
+        num_splits = checks.at_least("num_splits", num_splits, 1)
+    select = functools.partial(_select, implementation, arrays.view)
+    return backends.by_platform(request, arrays, select, functools.partial(_run, num_splits))
 
 
 def cached_attention(
@@ -124,7 +162,8 @@ def cached_attention(
     options |= {"logits_soft_cap": logits_soft_cap, "sinks": sinks}
     if jnp.ndim(query) == 4 and 1 <= jnp.shape(query)[1] <= MAX_QUERIES:
         return decode_attention(query, view, **options)
-    return backends.run(*_prepare(query, view, **options), None)[0]
+    request, arrays = _prepare(query, view, **options)
+    return backends.run(request, _operands(request, arrays), None)[0]
 
 
 def _prepare(
@@ -134,64 +173,119 @@ def _prepare(
     q_lengths: ArrayLike | None,
     window: Window,
     tree_mask: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     **options: Any,
-) -> tuple[AttentionRequest, AttentionOperands]:
-    """The call over the gathered view, with its queries at the end of each row."""
+) -> tuple[AttentionRequest, DecodeArrays]:
+    """Check a call. The view is brought into dense form only in the abstract: a kernel reads it where it lies."""
     sizes = checks.shape("query", query, "B T N H")
     check_view(view, sizes["B"])
-    length = jnp.asarray(view.length, jnp.int32)
-    real: Any = sizes["T"]
     if q_lengths is not None:
         q_lengths = checks.array("q_lengths", q_lengths)
         checks.shape("q_lengths", q_lengths, "B", sizes)
         checks.integer("q_lengths", q_lengths)
-        real = jnp.clip(q_lengths, 0, sizes["T"]).astype(jnp.int32)
+    arrays = DecodeArrays(
+        checks.array("query", query),
+        view,
+        q_lengths,
+        None if tree_mask is None else checks.array("tree_mask", tree_mask),
+        None if sinks is None else checks.array("sinks", sinks),
+    )
+    held = {field.name: getattr(view, field.name) for field in dataclasses.fields(view)}
+    target = resolve_device(None, query)
+    facts = options | {"platform": target.platform, "compute_capability": target.compute_capability}
+    facts["partitioned"] = partitioned_axes(query=query, **held)
+    requests: list[AttentionRequest] = []
+
+    def describe(arrays: DecodeArrays) -> AttentionOperands:
+        request, operands = _dense(arrays, window=window, **facts)
+        requests.append(request)
+        return operands
+
+    jax.eval_shape(describe, arrays)
+    return requests[0], arrays
+
+
+def _dense(arrays: DecodeArrays, *, window: Window, **facts: Any) -> tuple[AttentionRequest, AttentionOperands]:
+    """The call over the gathered view, with its queries at the end of each row."""
+    B, T, N, _ = arrays.query.shape
+    view, length = arrays.view, jnp.asarray(arrays.view.length, jnp.int32)
+    real: Any = T if arrays.q_lengths is None else jnp.clip(arrays.q_lengths, 0, T).astype(jnp.int32)
     key, value, kv_positions, kv_valid = gather(view)
     structure: dict[str, Any] = {
-        "is_causal": tree_mask is None,
+        "is_causal": arrays.tree_mask is None,
         "window": window,
         "q_positions": Contiguous(length - real),
         "kv_positions": kv_positions,
-        "q_lengths": q_lengths,
+        "q_lengths": arrays.q_lengths,
         # A ring's slots are not in order of position, so that which of them are live is no length.
         "mask": kv_valid[:, None, None, :] if isinstance(view, WindowView) else None,
         "kv_lengths": None if isinstance(view, WindowView) else length,
     }
-    held = {field.name: getattr(view, field.name) for field in dataclasses.fields(view)}
-    split = partitioned_axes(query=query, **held)
-    request, operands = make_request(query, key, value, **structure, **options, partitioned=split)
-    if tree_mask is not None:
-        scores = request.B, request.N, request.T, request.S
-        operands = dataclasses.replace(operands, mask=make_mask(scores, **structure, tree_mask=tree_mask))
+    request, operands = make_request(arrays.query, key, value, sinks=arrays.sinks, **structure, **facts)
+    if arrays.tree_mask is not None:
+        mask = make_mask((B, N, T, key.shape[1]), **structure, tree_mask=arrays.tree_mask)
+        operands = dataclasses.replace(operands, mask=mask)
     return request, operands
 
 
-def _select(request: AttentionRequest, implementation: Implementation) -> str:
-    """The first implementation named that can decode this request."""
-    names = ("blockwise",) if implementation is None else backends.named(implementation)
-    return backends.first_that_can(
-        names, lambda name: _REFUSALS.get(name, ()) or backends.BACKENDS[name].supports(request)
-    )
+def _operands(request: AttentionRequest, arrays: DecodeArrays) -> AttentionOperands:
+    """What implementations on XLA take: the view in dense form, and a mask."""
+    return _dense(arrays, window=request.window, scale=request.scale, logits_soft_cap=request.logits_soft_cap)[1]
+
+
+def _select(implementation: Implementation, view: View, request: AttentionRequest) -> str:
+    """The first implementation that can decode this request: of those named, or of all, the best first."""
+    kernels = {"cuda": ("hopper",), "tpu": ("tpu",)}.get(request.platform, ())
+    names = (*kernels, "blockwise") if implementation is None else backends.named(implementation)
+    page = view.key_pages.shape[1] if isinstance(view, PagedView) else None
+
+    def refusals(name: str) -> tuple[str, ...]:
+        if name == "hopper":
+            return hopper_decode.refusals(request, page)
+        if name == "tpu":
+            return (*_no_statistics(request), *tpu_decode.refusals(request, page))
+        return _REFUSALS.get(name) or backends.BACKENDS[name].supports(request)
+
+    return backends.first_that_can(names, refusals)
+
+
+def _no_statistics(request: AttentionRequest) -> tuple[str, ...]:
+    return ("returns output and log-normaliser, no statistics",) if request.statistics else ()
 
 
 _REFUSALS: Mapping[str, tuple[str, ...]] = {
-    "hopper": ("this version has no Hopper decode kernel built in",),
     "ampere": ("there is no decode kernel of this name",),
-    "tpu": ("this version has no TPU decode kernel built in",),
     "cudnn": ("it reads neither rings nor pages, and hides keys in its own way",),
 }
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that eager calls are one program
-def _run(request: AttentionRequest, name: str, splits: int, operands: AttentionOperands) -> tuple[Array, Array]:
-    def call(operands: AttentionOperands) -> tuple[Array, Array]:
-        with jax.named_scope(backends.scope(name)):
-            if name == "reference":
-                return reference.reference_attention(request, operands)
-            return finalize(_split_stats(request, operands, splits), sinks=operands.sinks, dtype=request.dtype)
+def _run(num_splits: int | None, request: AttentionRequest, name: str, arrays: DecodeArrays) -> Any:
+    def on_xla(arrays: DecodeArrays) -> Any:
+        operands = _operands(request, arrays)
+        if name == "reference":
+            return _fields(request, reference.reference_stats(request, operands), operands)
+        splits = num_splits or max(cdiv(request.S, PART), 1)
+        return _fields(request, _split_stats(request, operands, splits), operands)
 
-    rows, wide = backends.row_specs(operands.query)
-    return backends.in_auto_mode(call, operands, (wide, rows))
+    def call(arrays: DecodeArrays) -> tuple[Array, ...]:
+        with jax.named_scope(backends.scope(name)):
+            if name == "hopper":
+                kernel = backends.hopper_decode_kernel()
+                return hopper_decode.hopper_decode(kernel, on_xla, request, num_splits, arrays)
+            if name == "tpu":
+                return tpu_decode.tpu_decode(backends.tpu_decode_kernel(), on_xla, request, num_splits, arrays)
+            return on_xla(arrays)
+
+    rows, wide = backends.row_specs(arrays.query)
+    return backends.in_auto_mode(call, arrays, (rows, rows, wide, rows) if request.statistics else (wide, rows))
+
+
+def _fields(request: AttentionRequest, stats: SoftmaxStats, operands: AttentionOperands) -> tuple[Array, ...]:
+    """What the request asks for: m, l, u and nonempty; or output and lse."""
+    if request.statistics:
+        return stats.m, stats.l, stats.u, stats.nonempty
+    return finalize(stats, sinks=operands.sinks, dtype=request.dtype)
 
 
 def _split_stats(request: AttentionRequest, operands: AttentionOperands, splits: int) -> SoftmaxStats:
