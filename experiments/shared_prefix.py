@@ -85,10 +85,10 @@ def operands(seed: int, B: int, P: int, T: int, dtype: Any) -> tuple[Array, tupl
     shared = draw(keys[1], (P, KV_HEADS, HEAD_SIZE)), draw(keys[2], (P, KV_HEADS, HEAD_SIZE))
     k, v = (draw(key, (B, OWN, KV_HEADS, HEAD_SIZE)) for key in keys[3:])
     own, length = DenseView(k, v, jnp.full(B, OWN, jnp.int32)), jnp.full(B, OWN + P, jnp.int32)
-    joined = (
+    key, value = (
         jnp.concatenate([jnp.broadcast_to(x, (B, *x.shape)), y], axis=1) for x, y in zip(shared, (k, v), strict=True)
     )
-    return query, shared, own, DenseView(*joined, length)
+    return query, shared, own, DenseView(key, value, length)
 
 
 @functools.partial(jax.jit, static_argnums=1, static_argnames="dtype")
