@@ -204,8 +204,9 @@ assert not wrong_silence
 # ## The same with whole attention calls
 #
 # `attention_stats` is attention that stops before the division: `(m, l, u)` of every query over one part of the keys.
-# Two halves of the keys, merged and finalised, are attention over all of them. `notebooks/examples/shared_prefix.py`
-# uses this to read a prefix that many rows share only once.
+# Two halves of the keys, merged and finalised, are attention over all of them. `cascade_attention` is made of this: a
+# prefix that many rows share is one part, read once, and each row's own cache the other
+# (`notebooks/examples/shared_prefix.py`).
 
 # %%
 keys = jax.random.split(jax.random.key(0), 3)

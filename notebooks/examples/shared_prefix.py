@@ -1,82 +1,49 @@
 """`python notebooks/examples/shared_prefix.py`: many rows attend to a prefix that they share, read once (a cascade).
 
 A system prompt of thousands of tokens stands before every request of a batch. Its keys are one part of each row's keys,
-the row's own tokens are another, and the two are disjoint: statistics of both, merged, are those of the whole
-(eq. 33.4, 33.5). The prefix has no batch axis, so its keys and values are read once for all rows.
+the row's own cache is the other, and the two are disjoint: statistics of both, merged, are those of the whole
+(eq. 33.4, 33.5). The prefix has no batch axis. It is stored once, and read once for all rows.
 """
 
 import jax
 import jax.numpy as jnp
 
-from flashspec import attention_stats, dot_product_attention, finalize, merge
-from flashspec.online_softmax import SoftmaxStats
+from flashspec import append, cascade_attention, decode_attention, dense_cache, view
+from flashspec.attention import DenseView
+from flashspec.cache import DenseCache
 
-B, PREFIX, SUFFIX, N, K, H = 4, 96, 16, 4, 2, 32
+B, PREFIX, CAPACITY, NEW, N, K, H = 4, 96, 16, 3, 4, 2, 32
+LENGTHS = jnp.array([3, 7, 12, 16])  # of each row's own tokens, the new ones included
 
-
-def fold_rows(x: jax.Array) -> jax.Array:
-    """[B, T, N, H] -> [1, B T, N, H]: the queries of all rows side by side, for keys that all of them see."""
-    return x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
-
-
-def prefix_stats(query: jax.Array, key: jax.Array, value: jax.Array) -> SoftmaxStats:
-    """Statistics of every row's queries [B, T, N, H] over the shared keys [1, S, K, H]; rows [B, T, N]."""
-    stats = attention_stats(fold_rows(query), key, value)
-    return jax.tree.map(lambda x: x.reshape(*query.shape[:2], *x.shape[2:]), stats)
+Pair = tuple[jax.Array, jax.Array]
 
 
-def cascade(
-    query: jax.Array, prefix: tuple[jax.Array, jax.Array], suffix: tuple[jax.Array, jax.Array], lengths: jax.Array
-) -> jax.Array:
-    """Attention of new tokens at the end of rows that begin with a common prefix.
-
-    Args:
-      query: [B, T, N, H], of the last T tokens of each row.
-      prefix: keys and values [1, S, K, H] that all rows share.
-      suffix: keys and values [B, S', K, H] of each row's own tokens, the new ones included.
-      lengths: [B], how many of S' count.
-
-    Returns:
-      output [B, T, N, H].
-    """
-    steps = jnp.arange(query.shape[1])[None, :]
-    own = attention_stats(
-        query, *suffix, is_causal=True, q_positions=lengths[:, None] - query.shape[1] + steps, kv_lengths=lengths
-    )
-    return finalize(merge(prefix_stats(query, *prefix), own), dtype=query.dtype)[0]
-
-
-def example(new: int = 3) -> tuple[jax.Array, tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array], jax.Array]:
-    """The arguments of `cascade` for four rows of different lengths."""
+def example() -> tuple[jax.Array, Pair, DenseCache]:
+    """Queries of new tokens [B, NEW, N, H], a prefix [PREFIX, K, H], and a cache of what each row holds besides."""
     keys = jax.random.split(jax.random.key(0), 5)
-    query = jax.random.normal(keys[0], (B, new, N, H))
-    prefix = (jax.random.normal(keys[1], (1, PREFIX, K, H)), jax.random.normal(keys[2], (1, PREFIX, K, H)))
-    suffix = (jax.random.normal(keys[3], (B, SUFFIX, K, H)), jax.random.normal(keys[4], (B, SUFFIX, K, H)))
-    return query, prefix, suffix, jnp.array([3, 7, 12, 16])
+    query = jax.random.normal(keys[0], (B, NEW, N, H))
+    prefix = jax.random.normal(keys[1], (PREFIX, K, H)), jax.random.normal(keys[2], (PREFIX, K, H))
+    own = jax.random.normal(keys[3], (B, CAPACITY, K, H)), jax.random.normal(keys[4], (B, CAPACITY, K, H))
+    return query, prefix, append(dense_cache(1, B, CAPACITY, K, H), 0, *own, num_valid=LENGTHS)
 
 
-def in_one_piece(
-    query: jax.Array, prefix: tuple[jax.Array, jax.Array], suffix: tuple[jax.Array, jax.Array], lengths: jax.Array
-) -> jax.Array:
-    """The slow twin: every row gets its own copy of the prefix in front of its keys."""
-    rows = len(query)
+def in_one_piece(query: jax.Array, prefix: Pair, own: DenseCache) -> jax.Array:
+    """The slow twin: every row stores its own copy of the prefix in front of its keys."""
     key, value = (
-        jnp.concatenate([jnp.broadcast_to(shared, (rows, *shared.shape[1:])), own], axis=1)
-        for shared, own in zip(prefix, suffix, strict=True)
+        jnp.concatenate([jnp.broadcast_to(shared, (len(query), *shared.shape)), rest], axis=1)
+        for shared, rest in zip(prefix, (own.key[0], own.value[0]), strict=True)
     )
-    total = prefix[0].shape[1] + lengths
-    positions = total[:, None] - query.shape[1] + jnp.arange(query.shape[1])[None, :]
-    return dot_product_attention(query, key, value, is_causal=True, q_positions=positions, kv_lengths=total)
+    return decode_attention(query, DenseView(key, value, own.length + len(prefix[0])))
 
 
 def main() -> None:
-    """The cascade beside its twin, and how many bytes of keys and values each reads."""
-    arguments = example()
-    difference = abs(cascade(*arguments) - in_one_piece(*arguments)).max()
-    size = 2 * K * H * 4
+    """The cascade beside its twin, and how many bytes of keys and values each stores."""
+    query, prefix, own = example()
+    difference = abs(cascade_attention(query, *prefix, view(own, 0)) - in_one_piece(query, prefix, own)).max()
+    size = 2 * K * H * query.dtype.itemsize
     print(f"largest difference {difference:.1e}")
     print(
-        f"keys and values: {size * (PREFIX + B * SUFFIX):,} bytes, in one piece {size * B * (PREFIX + SUFFIX):,} bytes"
+        f"{size * (PREFIX + B * CAPACITY):,} bytes of keys and values, {size * B * (PREFIX + CAPACITY):,} in one piece"
     )
 
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flashspec import LanguageModel, models
+from flashspec import LanguageModel, cascade_attention, models, view
+from flashspec.attention import DenseView
 from flashspec.speculative import STOP
 from notebooks.examples import own_model, shared_prefix, stop_strings
 
@@ -108,14 +109,14 @@ def test_generation_ends_with_the_token_that_completes_a_stop_string() -> None:
 
 
 def test_a_cascade_is_attention_in_one_piece() -> None:
-    query, prefix, suffix, lengths = shared_prefix.example()
-    twin = np.asarray(shared_prefix.in_one_piece(query, prefix, suffix, lengths))
-    np.testing.assert_allclose(shared_prefix.cascade(query, prefix, suffix, lengths), twin, atol=1e-5)
-    # The last keys of the prefix are part of every suffix too: counted twice, and finite.
-    overlapping = tuple(
-        jnp.concatenate([jnp.broadcast_to(shared[:, -8:], (len(query), 8, *shared.shape[2:])), own], axis=1)
-        for shared, own in zip(prefix, suffix, strict=True)
+    query, prefix, own = shared_prefix.example()
+    twin = np.asarray(shared_prefix.in_one_piece(query, prefix, own))
+    np.testing.assert_allclose(cascade_attention(query, *prefix, view(own, 0)), twin, atol=1e-5)
+    # The last keys of the prefix are in every row's cache too: counted twice, and finite.
+    key, value = (
+        jnp.concatenate([jnp.broadcast_to(shared[-8:], (len(query), 8, *shared.shape[1:])), rest], axis=1)
+        for shared, rest in zip(prefix, (own.key[0], own.value[0]), strict=True)
     )
-    wrong = np.asarray(shared_prefix.cascade(query, prefix, overlapping, lengths + 8))
+    wrong = np.asarray(cascade_attention(query, *prefix, DenseView(key, value, own.length + 8)))
     assert np.isfinite(wrong).all()
     assert not np.allclose(wrong, twin, atol=1e-3)
