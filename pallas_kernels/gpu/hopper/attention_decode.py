@@ -341,10 +341,12 @@ def _attend(rows: _Rows, scratch: _Scratch, copies: _Copies, done: Array, blocks
         plgpu.barrier_wait(scratch.value_ready.at[slot])
         pl.when(rows.partly_hidden(start))(lambda: rows.hide(start, scratch.value.at[slot], scratch.values_hidden))
 
-        def add(acc: Any) -> None:
+        def add(acc: Any) -> Array:
+            acc[...] = u
             plgpu.wgmma(acc, narrow, scratch.value.at[slot])
+            return acc[...]
 
-        u = pl.run_state(add)(plgpu.ACC.init(u))
+        u = pl.run_scoped(add, plgpu.ACC((TILE, H), jnp.float32))
         return m, l, u, copies.refill(done + i, ahead)
 
     def full(value: float, shape: tuple[int, ...], layout: Any) -> Array:
