@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -11,10 +11,25 @@ from jax.extend import backend as jax_backend
 from jax.sharding import NamedSharding
 
 from flashspec.checks import fail, is_concrete, one_of
+from flashspec.devices import find_device_facts
 
 type Implementation = str | Sequence[str] | None
 
 _KINDS = {"NVIDIA": "cuda", "TPU": "tpu", "AMD": "rocm", "cpu": "cpu"}
+
+
+class Target(NamedTuple):
+    """What a call is compiled for.
+
+    Args:
+      kind: of the device, as `jax.Device.device_kind`.
+      platform: the name under which XLA lowers for it: "cpu", "cuda", "rocm" or "tpu".
+      compute_capability: of a CUDA GPU, such as "9.0"; None elsewhere and where it is not known.
+    """
+
+    kind: str
+    platform: str
+    compute_capability: str | None = None
 
 
 def named(implementation: str | Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
@@ -39,28 +54,28 @@ def first_that_can(names: Sequence[str], refusals: Callable[[str], tuple[str, ..
 
 
 def run_where_lowered(
-    operands: Any, platform: str, select: Callable[[str], str], execute: Callable[[str, Any], Any]
+    operands: Any, target: Target, select: Callable[[Target], str], execute: Callable[[str, Any], Any]
 ) -> Any:
-    """`execute(select(platform), operands)`, for the platform that the call will be lowered for.
+    """`execute(select(target), operands)`, for the platform that the call will be lowered for.
 
     Concrete operands say where they are. While tracing, the platform is known to XLA alone, so where the platforms of
     this process would select differently, each one's selection is traced and the lowering keeps its own.
 
     Args:
       operands: of the call.
-      platform: where they lie, or the default one.
-      select: platform -> name; raises NotImplementedError where nothing can run the call.
+      target: where they lie, or the default one.
+      select: target -> name; raises NotImplementedError where nothing can run the call.
       execute: (name, operands) -> result.
 
     Returns:
       The result.
     """
-    default = select(platform)
+    default = select(target)
     others: dict[str, str] = {}
     if not all(map(is_concrete, jax.tree.leaves(operands))):
-        for other in platforms():
+        for other in targets():
             try:
-                others[other] = select(other)
+                others[other.platform] = select(other)
             except NotImplementedError:
                 continue  # a named kernel of one platform has nothing to run on another: `default` reports it there
     if all(name == default for name in others.values()):
@@ -69,9 +84,17 @@ def run_where_lowered(
     return lax.platform_dependent(operands, default=functools.partial(execute, default), **branches)
 
 
-def platforms() -> tuple[str, ...]:
-    """Platforms of this process, by the names under which XLA lowers for them."""
-    return tuple(sorted({platform_of(client.devices()[0]) for client in jax_backend.backends().values()}))
+def targets() -> tuple[Target, ...]:
+    """The platforms of this process, each by its first device."""
+    found = [target_of(client.devices()[0]) for client in jax_backend.backends().values()]
+    return tuple({target.platform: target for target in found}.values())
+
+
+def target_of(device: jax.Device) -> Target:
+    """What a call is compiled for on a device."""
+    platform = platform_of(device)
+    capability = str(device.compute_capability) if platform == "cuda" else None
+    return Target(device.device_kind, platform, capability)
 
 
 def platform_of(device: jax.Device) -> str:
@@ -81,20 +104,18 @@ def platform_of(device: jax.Device) -> str:
     return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
 
 
-def resolve_device(device: jax.Device | str | None, operand: Any) -> tuple[str, str]:
-    """Kind and platform of the device to plan for: the one given, else where the operand lies, else the default one."""
+def resolve_device(device: jax.Device | str | None, operand: Any) -> Target:
+    """The device to plan for: the one given, else where the operand lies, else the default one."""
     if isinstance(device, str):
         platform = next((value for start, value in _KINDS.items() if device.startswith(start)), None)
         if platform is None:
             raise fail("device", f"a jax.Device or a kind beginning with one of {tuple(_KINDS)}", repr(device))
-        return device, platform
+        facts = find_device_facts(device)
+        return Target(device, platform, None if facts is None else facts.compute_capability)
     if device is not None and not isinstance(device, jax.Device):
         raise fail("device", "a jax.Device, the kind of one, or None", repr(device))
-    if device is not None:
-        return device.device_kind, platform_of(device)
     placed = isinstance(operand, jax.Array) and is_concrete(operand)
-    here: jax.Device = next(iter(operand.devices())) if placed else default_device()
-    return here.device_kind, platform_of(here)
+    return target_of(device or (next(iter(operand.devices())) if placed else default_device()))
 
 
 def default_device() -> jax.Device:
@@ -104,7 +125,12 @@ def default_device() -> jax.Device:
 
 
 def split_axes(operand: Any) -> tuple[int, ...]:
-    """Axes of an operand that are split over devices.
+    """Axes of an operand that are split over devices, as far as `shards` sees."""
+    return tuple(axis for axis in range(len(getattr(operand, "shape", ()))) if shards(operand, axis) > 1)
+
+
+def shards(operand: Any, axis: int) -> int:
+    """Into how many parts devices split an axis of an operand.
 
     Sharding is seen on concrete arrays, on `ShapeDtypeStruct`s that carry one, and on tracers of meshes in explicit
     mode; inside a `jit` in automatic mode no operand has one.
@@ -112,10 +138,9 @@ def split_axes(operand: Any) -> tuple[int, ...]:
     traced = isinstance(operand, jax.core.Tracer)
     sharding = jax.typeof(operand).sharding if traced else getattr(operand, "sharding", None)
     if sharding is None:
-        return ()
+        return 1
     if not isinstance(sharding, NamedSharding):
-        return tuple(a for a, size in enumerate(sharding.shard_shape(operand.shape)) if size != operand.shape[a])
-    names = [(entry,) if isinstance(entry, str) else entry for entry in sharding.spec]
-    return tuple(
-        axis for axis, entry in enumerate(names) if math.prod(sharding.mesh.shape[name] for name in entry or ()) > 1
-    )
+        return operand.shape[axis] // max(1, sharding.shard_shape(operand.shape)[axis])
+    entry = sharding.spec[axis] if axis < len(sharding.spec) else None
+    names = (entry,) if isinstance(entry, str) else entry or ()
+    return math.prod(sharding.mesh.shape[name] for name in names)

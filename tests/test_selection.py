@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flashspec import selection
+from flashspec.selection import Target
 
 KNOWN = ("fast", "slow")
 
@@ -32,36 +33,36 @@ def test_the_first_without_refusals_is_taken_and_every_reason_is_kept():
 def test_concrete_operands_choose_for_where_they_lie():
     asked = []
 
-    def select(platform):
-        asked.append(platform)
-        return platform
+    def select(target):
+        asked.append(target.platform)
+        return target.platform
 
-    assert selection.run_where_lowered(jnp.ones(2), "tpu", select, lambda name, x: name) == "tpu"
+    assert selection.run_where_lowered(jnp.ones(2), Target("", "tpu"), select, lambda name, x: name) == "tpu"
     assert asked == ["tpu"]
 
 
 @pytest.mark.parametrize("refusing", [False, True])
 def test_traced_operands_run_what_is_chosen_for_the_platform_that_they_are_lowered_for(refusing, monkeypatch):
     """Traced for "cuda" by default, lowered for this CPU: its own choice runs, unless nothing there can."""
-    monkeypatch.setattr(selection, "platforms", lambda: ("cpu", "cuda"))
+    monkeypatch.setattr(selection, "targets", lambda: (Target("", "cpu"), Target("", "cuda", "9.0")))
 
-    def select(platform):
-        if refusing and platform == "cpu":
+    def select(target):
+        if refusing and target.platform == "cpu":
             raise NotImplementedError("not here")
-        return {"cpu": "slow", "cuda": "fast"}[platform]
+        return {"cpu": "slow", "cuda": "fast"}[target.platform]
 
     def execute(name, x):
         return x * {"slow": 2, "fast": 3}[name]
 
-    run = functools.partial(selection.run_where_lowered, platform="cuda", select=select, execute=execute)
+    run = functools.partial(selection.run_where_lowered, target=Target("", "cuda"), select=select, execute=execute)
     np.testing.assert_array_equal(jax.jit(run)(jnp.ones(2)), [3, 3] if refusing else [2, 2])
 
 
 def test_devices_are_named_by_kind():
-    assert selection.resolve_device("NVIDIA H200", None) == ("NVIDIA H200", "cuda")
-    assert selection.resolve_device("TPU v5e", None) == ("TPU v5e", "tpu")
+    assert selection.resolve_device("NVIDIA H200", None) == ("NVIDIA H200", "cuda", "9.0")
+    assert selection.resolve_device("TPU v5e", None) == ("TPU v5e", "tpu", None)
     here = jax.devices()[0]
-    assert selection.resolve_device(here, None) == (here.device_kind, selection.platform_of(here))
+    assert selection.resolve_device(here, None) == (here.device_kind, selection.platform_of(here), None)
     assert selection.resolve_device(None, jax.ShapeDtypeStruct((1,), np.float32)) == selection.resolve_device(
         here, None
     )

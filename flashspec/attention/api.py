@@ -8,8 +8,7 @@ from jax.typing import ArrayLike
 
 from flashspec import checks
 from flashspec.attention import backends
-from flashspec.attention.backends import Implementation
-from flashspec.attention.plan import AttentionPlan, make_plan, resolve_device
+from flashspec.attention.plan import AttentionPlan, make_plan
 from flashspec.attention.request import (
     AttentionOperands,
     AttentionRequest,
@@ -20,6 +19,7 @@ from flashspec.attention.request import (
 )
 from flashspec.masks import Positions, Window
 from flashspec.online_softmax import SoftmaxStats, check_rows
+from flashspec.selection import Implementation, resolve_device
 
 type Shaped = ArrayLike | jax.ShapeDtypeStruct
 

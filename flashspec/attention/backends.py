@@ -5,22 +5,18 @@ This is the only file of the package that imports kernel bodies.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax import lax
-from jax.extend import backend as jax_backend
 from jax.sharding import PartitionSpec
 
-from flashspec import checks
 from flashspec.attention import blockwise, cudnn, hopper, reference, tpu, tpu_decode
 from flashspec.attention.request import AttentionOperands, AttentionRequest
-from flashspec.checks import fail
 from flashspec.online_softmax import SoftmaxStats
+from flashspec.selection import Implementation, Target, first_that_can, named, run_where_lowered
 
 type Attend = Callable[[AttentionRequest, AttentionOperands], tuple[jax.Array, jax.Array | None]]
-type Implementation = str | Sequence[str] | None
 
 # Up to this many scores a head, a matrix is no larger than one tile of the blockwise scan, which then gains nothing.
 SMALL = 128 * 128
@@ -143,20 +139,10 @@ def candidates(request: AttentionRequest, implementation: Implementation) -> tup
     scores, "blockwise" for larger ones.
     """
     if implementation is not None:
-        return named(implementation)
+        return named(implementation, tuple(BACKENDS))
     kernels = {"cuda": ("hopper", "ampere", "cudnn"), "tpu": ("tpu",)}.get(request.platform, ())
     xla = ("reference", "blockwise") if request.T * request.S <= SMALL else ("blockwise", "reference")
     return (*kernels, *xla)
-
-
-def named(implementation: str | Sequence[str]) -> tuple[str, ...]:
-    """The names that a caller gave, one or more; ValueError for one that does not exist."""
-    names = (implementation,) if isinstance(implementation, str) else implementation
-    if not isinstance(names, Sequence) or not names:
-        raise fail("implementation", "a name, a sequence of names, or None", repr(implementation))
-    for name in names:
-        checks.one_of("implementation", name, tuple(BACKENDS))
-    return tuple(names)
 
 
 def select(request: AttentionRequest, implementation: Implementation) -> Backend:
@@ -167,17 +153,6 @@ def select(request: AttentionRequest, implementation: Implementation) -> Backend
       NotImplementedError: none supports the request; the message has every reason of every candidate.
     """
     return BACKENDS[first_that_can(candidates(request, implementation), lambda name: BACKENDS[name].supports(request))]
-
-
-def first_that_can(names: Sequence[str], refusals: Callable[[str], tuple[str, ...]]) -> str:
-    """The first of `names` without refusals; NotImplementedError with all of them where each has some."""
-    refused = {}
-    for name in names:
-        refused[name] = refusals(name)
-        if not refused[name]:
-            return name
-    lines = [f"  {name}: {reason}" for name, reasons in refused.items() for reason in reasons]
-    raise NotImplementedError("no implementation supports this call:\n" + "\n".join(lines))
 
 
 def run(request: AttentionRequest, operands: AttentionOperands, implementation: Implementation) -> Any:
@@ -199,37 +174,13 @@ def by_platform(
     execute: Callable[[AttentionRequest, str, Any], Any],
 ) -> Any:
     """`execute(request, name, operands)` by the name chosen for each platform that the call may be lowered for."""
-    default = choose(request)
-    others = {}
-    if not all(map(checks.is_concrete, jax.tree.leaves(operands))):
-        for platform, capability in platforms().items():
-            there = dataclasses.replace(request, platform=platform, compute_capability=capability)
-            try:
-                others[platform] = choose(there)
-            except NotImplementedError:
-                continue  # a named kernel of one platform has nothing to run on another: `default` reports it there
-    if all(name == default for name in others.values()):
-        return execute(request, default, operands)
-    branches = {platform: functools.partial(execute, request, name) for platform, name in others.items()}
-    return lax.platform_dependent(operands, default=functools.partial(execute, request, default), **branches)
 
+    def choose_for(target: Target) -> str:
+        platform, capability = target.platform, target.compute_capability
+        return choose(dataclasses.replace(request, platform=platform, compute_capability=capability))
 
-def platforms() -> dict[str, str | None]:
-    """Platforms of this process, by the names under which XLA lowers for them, each with its compute capability."""
-    devices = [client.devices()[0] for client in jax_backend.backends().values()]
-    return {platform_of(device): compute_capability(device) for device in devices}
-
-
-def platform_of(device: jax.Device) -> str:
-    """The name under which XLA lowers for a device: "cpu", "cuda", "rocm" or "tpu"."""
-    if device.platform != "gpu":
-        return device.platform
-    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
-
-
-def compute_capability(device: jax.Device) -> str | None:
-    """Of a CUDA GPU, such as "9.0"; None of anything else."""
-    return str(device.compute_capability) if platform_of(device) == "cuda" else None
+    here = Target("", request.platform, request.compute_capability)
+    return run_where_lowered(operands, here, choose_for, functools.partial(execute, request))
 
 
 def scope(name: str) -> str:

@@ -19,14 +19,13 @@ from jax.typing import ArrayLike
 
 from flashspec import checks
 from flashspec.attention import backends, hopper_decode, reference, tpu_decode
-from flashspec.attention.backends import Implementation
 from flashspec.attention.hopper_decode import DecodeArrays
-from flashspec.attention.plan import resolve_device
 from flashspec.attention.request import AttentionOperands, AttentionRequest, make_request, partitioned_axes
 from flashspec.attention.views import PagedView, View, WindowView, check_view, gather
 from flashspec.checks import fail
 from flashspec.masks import Contiguous, Window, make_mask
 from flashspec.online_softmax import SoftmaxStats, empty_stats, finalize, merge_axis, shifted_weights
+from flashspec.selection import Implementation, first_that_can, named, resolve_device
 from pallas_kernels.launch import cdiv
 
 MAX_QUERIES = 16
@@ -236,7 +235,7 @@ def _operands(request: AttentionRequest, arrays: DecodeArrays) -> AttentionOpera
 def _select(implementation: Implementation, view: View, request: AttentionRequest) -> str:
     """The first implementation that can decode this request: of those named, or of all, the best first."""
     kernels = {"cuda": ("hopper",), "tpu": ("tpu",)}.get(request.platform, ())
-    names = (*kernels, "blockwise") if implementation is None else backends.named(implementation)
+    names = (*kernels, "blockwise") if implementation is None else named(implementation, tuple(backends.BACKENDS))
     page = view.key_pages.shape[1] if isinstance(view, PagedView) else None
 
     def refusals(name: str) -> tuple[str, ...]:
@@ -246,7 +245,7 @@ def _select(implementation: Implementation, view: View, request: AttentionReques
             return (*_no_statistics(request), *tpu_decode.refusals(request, page))
         return _REFUSALS.get(name) or backends.BACKENDS[name].supports(request)
 
-    return backends.first_that_can(names, refusals)
+    return first_that_can(names, refusals)
 
 
 def _no_statistics(request: AttentionRequest) -> tuple[str, ...]:

@@ -6,17 +6,16 @@ known only at run time and may leave less of it. Bytes count each operand read a
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from flashspec.attention.backends import BACKENDS, Backend, Implementation, compute_capability, platform_of, select
+from flashspec.attention.backends import BACKENDS, Backend, select
 from flashspec.attention.request import AttentionOperands, AttentionRequest
-from flashspec.checks import fail, is_concrete
+from flashspec.checks import is_concrete
 from flashspec.devices import DeviceFacts, find_device_facts
-
-_PLATFORMS = {"NVIDIA": "cuda", "TPU": "tpu", "AMD": "rocm", "cpu": "cpu"}
+from flashspec.selection import Implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,41 +104,6 @@ def make_plan(
         rejected={name: reasons for name, reasons in refusals.items() if reasons},
         copies={**(_copies(given) if backend.row_major else {}), **backend.copies(request)},
     )
-
-
-class Target(NamedTuple):
-    """What a call is compiled for.
-
-    Args:
-      kind: of the device, as `jax.Device.device_kind`.
-      platform: as in `AttentionRequest`.
-      compute_capability: as in `AttentionRequest`.
-    """
-
-    kind: str
-    platform: str
-    compute_capability: str | None
-
-
-def resolve_device(device: jax.Device | str | None, query: Any) -> Target:
-    """The device to plan for: the one given, else where the query lies, else the default one."""
-    if isinstance(device, str):
-        platform = next((value for start, value in _PLATFORMS.items() if device.startswith(start)), None)
-        if platform is None:
-            raise fail("device", f"a jax.Device or a kind beginning with one of {tuple(_PLATFORMS)}", repr(device))
-        facts = find_device_facts(device)
-        return Target(device, platform, None if facts is None else facts.compute_capability)
-    if device is not None and not isinstance(device, jax.Device):
-        raise fail("device", "a jax.Device, the kind of one, or None", repr(device))
-    placed = isinstance(query, jax.Array) and is_concrete(query)
-    here = device or (next(iter(query.devices())) if placed else default_device())
-    return Target(here.device_kind, platform_of(here), compute_capability(here))
-
-
-def default_device() -> jax.Device:
-    """Where jax puts an array that nothing else places."""
-    default: Any = jax.config.jax_default_device
-    return jax.devices(default)[0] if default is None or isinstance(default, str) else default
 
 
 def visible_pairs(request: AttentionRequest) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from flashspec import checks
@@ -18,6 +17,7 @@ from flashspec.attention.dropout import AXES, Dropout, make_dropout
 from flashspec.checks import fail
 from flashspec.masks import Mask, Positions, Window, make_mask
 from flashspec.online_softmax import stats_dtype
+from flashspec.selection import shards, split_axes
 
 type Number = ArrayLike  # of no dimensions and static: a traced array is refused by the argument's name
 
@@ -189,7 +189,7 @@ def make_request(
         platform=platform,
         compute_capability=compute_capability,
         partitioned=partitioned,
-        head_shards=_shards(query, 2),
+        head_shards=shards(query, 2),
     )
     operands = AttentionOperands(
         query=query,
@@ -217,34 +217,14 @@ def partitioned_axes(**operands: Any) -> tuple[str, ...]:
 
     Args:
       operands: arrays of a call or of a view by name; None is skipped, and so are names without such an axis.
-        Sharding is seen on concrete arrays, on `ShapeDtypeStruct`s that carry one, and on tracers of meshes in
-        explicit mode; inside a `jit` in automatic mode no operand has one.
+        What of their sharding is visible, `flashspec.selection.shards` says.
     """
     return tuple(
         f"{name} axis {axis}"
         for name, operand in operands.items()
-        for axis in _split_axes(operand)
+        for axis in split_axes(operand)
         if axis - len(operand.shape) in _WHOLE_AXES.get(name, ())
     )
-
-
-def _split_axes(operand: Any) -> list[int]:
-    return [axis for axis in range(len(getattr(operand, "shape", ()))) if _shards(operand, axis) > 1]
-
-
-def _shards(operand: Any, axis: int) -> int:
-    """Into how many parts devices split an axis of an operand."""
-    if isinstance(operand, jax.core.Tracer):
-        sharding = jax.typeof(operand).sharding
-    else:
-        sharding = getattr(operand, "sharding", None)
-    if sharding is None:
-        return 1
-    if not isinstance(sharding, NamedSharding):
-        return operand.shape[axis] // max(1, sharding.shard_shape(operand.shape)[axis])
-    entry = sharding.spec[axis] if axis < len(sharding.spec) else None
-    names = (entry,) if isinstance(entry, str) else entry or ()
-    return math.prod(sharding.mesh.shape[name] for name in names)
 
 
 def check_dtypes(**arrays: Any) -> None:

@@ -89,7 +89,7 @@ def plan_matmul_epilogue(
     """
     arrays = {"x": x, "w": w, "bias": bias, "gate": gate, "residual": residual}
     facts: dict[str, Any] = {"partitioned": partitioned_axes(**arrays)}
-    kind, facts["platform"] = resolve_device(device, x)
+    kind, facts["platform"], _ = resolve_device(device, x)
     requests: list[EpilogueRequest] = []
 
     def prepare(arrays: dict[str, Any]) -> EpilogueOperands:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from flashspec.fusion.reference import reference_epilogue
 from flashspec.fusion.request import EpilogueOperands, EpilogueRequest
 from flashspec.fusion.xla import xla_epilogue
-from flashspec.selection import Implementation, first_that_can, named, run_where_lowered
+from flashspec.selection import Implementation, Target, first_that_can, named, run_where_lowered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +76,10 @@ def select(request: EpilogueRequest, implementation: Implementation) -> Backend:
 def run(request: EpilogueRequest, operands: EpilogueOperands, implementation: Implementation) -> jax.Array:
     """Run a call on the implementation selected for the platform that it will be lowered for."""
 
-    def select_for(platform: str) -> str:
-        return select(dataclasses.replace(request, platform=platform), implementation).name
+    def select_for(target: Target) -> str:
+        return select(dataclasses.replace(request, platform=target.platform), implementation).name
 
-    return run_where_lowered(operands, request.platform, select_for, functools.partial(_execute, request))
+    return run_where_lowered(operands, Target("", request.platform), select_for, functools.partial(_execute, request))
 
 
 def scope(name: str) -> str:
