@@ -32,6 +32,9 @@ PAIRS = list(pairwise(LEVELS))
 # "tiles" is "blockwise" with tiles smaller than these arrays, which are otherwise a single one; "tpu" is interpreted.
 every_implementation = pytest.mark.parametrize("implementation", ["reference", "tiles", "tpu"])
 and_default_tiles = pytest.mark.parametrize("implementation", ["reference", "tiles", "blockwise", "tpu"])
+slow_on_tpu = pytest.mark.parametrize(
+    "implementation", ["reference", "tiles", pytest.param("tpu", marks=pytest.mark.slow)]
+)
 in_float64 = pytest.mark.parametrize("implementation", ["reference", "tiles"])
 # Interpretation is slow: a part of the pairs unless `-m slow` asks for all of them.
 BY_DEFAULT = 4
@@ -276,7 +279,7 @@ def test_rows_without_a_key(implementation: str) -> None:
     np.testing.assert_allclose(got.lse, np.broadcast_to(np.arange(4), got.lse.shape), rtol=1e-6)
 
 
-@every_implementation
+@slow_on_tpu
 @pytest.mark.parametrize(
     "sizes", [(2, 0, 5, 4, 2, 8, 6), (2, 5, 0, 4, 2, 8, 6), (0, 5, 5, 4, 2, 8, 6), (2, 0, 0, 4, 2, 8, 6)]
 )
@@ -289,7 +292,7 @@ def test_empty_operands(sizes: tuple[int, ...], implementation: str) -> None:
 # Layout, bias gradients, statistics.
 
 
-@every_implementation
+@slow_on_tpu
 def test_strided_operands(implementation: str) -> None:
     case = random_case(10)
     B, T, _, N, _, H, _ = case.sizes
@@ -310,7 +313,7 @@ def test_strided_operands(implementation: str) -> None:
     np.testing.assert_allclose(np.asarray(transposed(*operands)), want.output, rtol=1e-6, atol=1e-6)
 
 
-@every_implementation
+@slow_on_tpu
 @pytest.mark.parametrize("shape", [(2, 1, 5, 1), (1, 4, 1, 7), (1, 1, 5, 7), (2, 4, 1, 1)])
 def test_a_bias_gradient_has_the_shape_of_the_bias(shape: tuple[int, ...], implementation: str) -> None:
     case = random_case(12)
@@ -374,7 +377,7 @@ def test_a_part_forgotten_or_counted_twice_is_noticed(fold: Callable) -> None:
 
 
 @pytest.mark.parametrize("broadcast", [("batch", "head"), ("query",), ("key",)])
-@every_implementation
+@slow_on_tpu
 def test_dropout_shared_along_axes(implementation: str, broadcast: tuple[str, ...]) -> None:
     case = random_case(15, dropout=0.4)
     case.arguments["dropout_broadcast"] = broadcast
