@@ -14,7 +14,10 @@ USAGE = "python -m experiments [NAME | all] [--smoke] [--out DIR] [--seed N] [..
 
 def list_experiments() -> None:
     """Print every experiment with its question, needs and time."""
-    table = rich.table.Table("name", "question", "needs", "time", title=USAGE, show_lines=True)
+    table = rich.table.Table(title=USAGE, show_lines=True)
+    table.add_column("name", no_wrap=True)  # it is what one types
+    for column in ("question", "needs", "time"):
+        table.add_column(column)
     for experiment in registry.discover().values():
         table.add_row(experiment.name, experiment.question, experiment.needs, experiment.time)
     rich.console.Console().print(table)

@@ -50,6 +50,7 @@ class Job:
         self.environment: Environment = environment()
         self.report: dict[str, Any] = {}
         self.claims: list[dict[str, Any]] = []
+        self.goals: list[dict[str, Any]] = []
         self.tables: dict[str, dict[str, Any]] = {}
         self.headline: dict[str, str] = {}
         self.console = rich.console.Console(markup=False, highlight=False)
@@ -87,6 +88,12 @@ class Job:
         self.claims.append({"claim": text, "holds": bool(holds)})
         self.say(f"{'holds' if holds else 'FAILS'}: {text}")
         return bool(holds)
+
+    def goal(self, text: str, met: bool) -> bool:
+        """A figure aimed at, and whether this run met it; a miss is reported and fails nothing."""
+        self.goals.append({"goal": text, "met": bool(met)})
+        self.say(f"{'met' if met else 'MISSED'}: {text}")
+        return bool(met)
 
     def reaches(self, part: str, what: str) -> None:
         """The one line that the README's table says of this experiment's part of the library."""
@@ -136,6 +143,7 @@ class Job:
             "environment": dataclasses.asdict(self.environment),
             "headline": self.headline,
             "claims": self.claims,
+            "goals": self.goals,
             "tables": self.tables,
         }
         text = json.dumps(_plain(summary | self.report), indent=2, allow_nan=False)

@@ -39,6 +39,11 @@ def refuted(job: Job) -> None:
     job.claim("one is two", 1 == 2)
 
 
+def short_of_its_goal(job: Job) -> None:
+    job.goal("twice as fast", False)
+    job.goal("as fast", True)
+
+
 def wrong_option(job: Job) -> None:
     job.record("before the error")
     raise ValueError("`size`: expected at least 1, got 0")
@@ -88,6 +93,13 @@ def test_a_second_run_replaces_the_first(run, tmp_path: Path) -> None:
 def test_a_refuted_claim_fails_the_process(run, tmp_path: Path) -> None:
     assert run(refuted) == 1
     assert "FAILS: one is two" in (tmp_path / "report.md").read_text()
+
+
+def test_a_missed_goal_is_reported_and_fails_nothing(run, tmp_path: Path) -> None:
+    assert run(short_of_its_goal) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["goals"] == [{"goal": "twice as fast", "met": False}, {"goal": "as fast", "met": True}]
+    assert "MISSED: twice as fast" in (tmp_path / "report.md").read_text()
 
 
 def test_a_wrong_value_is_an_error_that_keeps_what_was_measured(run, tmp_path: Path, capsys) -> None:
