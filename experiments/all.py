@@ -47,8 +47,10 @@ class Outcome:
             return "FAILS: " + "; ".join(refuted)
         if not self.succeeded:
             return f"did not finish (exit code {self.exit_code})"
-        claims = len(self.report["claims"])
-        return f"{claims} claim{'s' if claims > 1 else ''} hold{'' if claims > 1 else 's'}" if claims else "finished"
+        claims, goals = len(self.report["claims"]), self.report.get("goals", ())
+        missed = sum(not goal["met"] for goal in goals)
+        held = f"{claims} claim{'s' if claims > 1 else ''} hold{'' if claims > 1 else 's'}" if claims else "finished"
+        return held + (f"; {missed} of {len(goals)} goals missed" if missed else "")
 
 
 def command(name: str, args: argparse.Namespace, out: Path) -> list[str]:

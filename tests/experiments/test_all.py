@@ -72,6 +72,13 @@ def test_results_in_words(claims: dict[str, bool]) -> None:
     assert everything.Outcome(FAKES["good"], 0, 1.0, {}).result.startswith("did not finish")
 
 
+def test_a_missed_goal_is_told_and_fails_nothing() -> None:
+    goals = [{"goal": "twice as fast", "met": False}, {"goal": "exact", "met": True}]
+    outcome = everything.Outcome(FAKES["good"], 0, 1.0, json.loads(REPORTS["good"]) | {"goals": goals})
+    assert outcome.succeeded
+    assert outcome.result == "2 claims hold; 1 of 2 goals missed"
+
+
 @pytest.mark.parametrize(
     ("smoke", "accelerator", "cores", "jobs"),
     [(True, False, 2, 2), (True, True, 2, 1), (False, False, 64, 1), (True, False, 1, 1)],
