@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from flashspec.fusion import tpu
 from flashspec.fusion.reference import reference_epilogue
 from flashspec.fusion.request import EpilogueOperands, EpilogueRequest
 from flashspec.fusion.xla import xla_epilogue
@@ -40,6 +41,13 @@ def _absent(kernel: str) -> Callable[[EpilogueRequest], tuple[str, ...]]:
     return lambda request: (f"this version has no {kernel} kernel for a matmul with its tail built in",)
 
 
+def _tpu_kernel() -> Callable[..., jax.Array]:
+    """Imported when first used, so that `import flashspec` stays quick."""
+    from pallas_kernels.tpu.matmul_epilogue import matmul_epilogue
+
+    return matmul_epilogue
+
+
 def _anything(request: EpilogueRequest) -> tuple[str, ...]:
     return ()
 
@@ -48,7 +56,12 @@ BACKENDS: Mapping[str, Backend] = {
     backend.name: backend
     for backend in (
         Backend("hopper", _absent("Hopper")),
-        Backend("tpu", _absent("TPU")),
+        Backend(
+            "tpu",
+            tpu.refusals,
+            lambda request, operands: tpu.tpu_epilogue(_tpu_kernel(), request, operands),
+            config=tpu.launch_config,
+        ),
         Backend("xla", _anything, xla_epilogue),
         Backend("reference", _anything, reference_epilogue, backward="reference"),
     )

@@ -288,7 +288,7 @@ def test_a_kernel_without_a_backward_gets_the_one_that_it_names(monkeypatch):
         )
 
 
-@pytest.mark.parametrize("name", ["hopper", "tpu"])
+@pytest.mark.parametrize("name", ["hopper"])
 def test_kernels_that_are_not_built_in_refuse_with_a_reason(name):
     with pytest.raises(NotImplementedError, match=f"{name}: this version has no"):
         call(operands((), "float32"), implementation=name)
