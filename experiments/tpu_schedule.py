@@ -61,7 +61,7 @@ class Schedule:
       product_loops, other_loops: bundles of each loop inside a step, with and without matrix products, in order.
       matrix_use: share of the body's matrix-unit slots that are used.
       spills: vector registers stored for want of registers, in the whole kernel.
-      vmem_bytes: what it allocates in VMEM.
+      vmem_bytes: of the allocations that its own listing names; a result that stays for a whole head is not among them.
     """
 
     name: str

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import jax
 
+from pallas_kernels.launch import round_up
+
 LANES = 128
 LOG2_E = math.log2(math.e)
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
@@ -68,10 +70,9 @@ def check_block(name: str, block: int, chunk: int) -> None:
 
 
 def fit_block(size: int, largest: int) -> int:
-    """The block for an axis of `size`: the whole axis where it fits, else the power of two below `largest` that pads
-    it least, larger ones first."""
-    whole = -(-max(size, 1) // LANES) * LANES
+    """The block for an axis of `size`: the whole axis where it fits, else the largest power of two that fills it up by
+    less than a third."""
+    whole = round_up(max(size, 1), LANES)
     if whole <= largest:
         return whole
-    choices = [block for block in (2048, 1024, 512, 256, LANES) if block <= largest]
-    return min(choices, key=lambda block: (-(-size // block) * block > 1.1 * whole, -block))
+    return next(b for b in (2048, 1024, 512, 256, LANES) if b <= largest and 3 * round_up(size, b) < 4 * whole)
