@@ -23,7 +23,7 @@ from flashspec.attention.lifting import lift
 from flashspec.attention.request import AttentionOperands, AttentionRequest
 from flashspec.online_softmax import SoftmaxStats, empty_stats
 from pallas_kernels.gpu.hopper import attention_backward_config, attention_forward_config
-from pallas_kernels.gpu.hopper.attention_forward_config import ForwardConfig, ForwardShape
+from pallas_kernels.gpu.hopper.attention_forward_config import AttentionShape, ForwardConfig
 from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, SegmentIds
 from pallas_kernels.launch import round_up, varying_alike
 
@@ -287,9 +287,9 @@ def padded_heads(H: int, Hv: int) -> tuple[int, int]:
     return round_up(H, HEAD_MULTIPLE), round_up(Hv, HEAD_MULTIPLE)
 
 
-def _padded_shape(request: AttentionRequest) -> ForwardShape:
+def _padded_shape(request: AttentionRequest) -> AttentionShape:
     T, S = (round_up(size, LENGTH_MULTIPLE) for size in (request.T, request.S))
-    return ForwardShape(request.B, T, S, request.N, request.K, *padded_heads(request.H, request.Hv))
+    return AttentionShape(request.B, T, S, request.N, request.K, *padded_heads(request.H, request.Hv))
 
 
 def _forward_config(request: AttentionRequest) -> ForwardConfig:

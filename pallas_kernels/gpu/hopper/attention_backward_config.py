@@ -1,32 +1,18 @@
 """Launch settings of the Hopper attention backward: what is legal, a heuristic, and the candidates of a search."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
-SHARED_BYTES = 227 * 1024  # of a thread block
-OVERHEAD = 2 * 1024  # barriers
+from pallas_kernels.gpu.hopper.attention_forward_config import RESERVED, SHARED_MEMORY, TILE, AttentionShape
+
 HEAD_SIZES = ((64, 64), (128, 64), (128, 128))  # (H, Hv)
 WIDE_HEAD_SIZES = ((256, 256),)  # always in two kernels, which have not run on a GPU yet
 LENGTH_MULTIPLE = 8  # shared memory is swizzled in groups of eight rows
-TILE = 64  # rows of one matrix product
 BLOCK_Q = 128  # queries of a thread block that sums dQ alone
 
 
-class BackwardShape(NamedTuple):
-    """Sizes of one launch, in the letters of `flashspec.dims`."""
-
-    B: int
-    T: int
-    S: int
-    N: int
-    K: int
-    H: int
-    Hv: int
-
-    @property
-    def G(self) -> int:
-        """Query heads of a key/value head."""
-        return self.N // self.K
+class BackwardShape(AttentionShape):
+    """Sizes of one launch of the backward."""
 
     @property
     def wide(self) -> bool:
@@ -37,11 +23,6 @@ class BackwardShape(NamedTuple):
     def block_kv(self) -> int:
         """Keys of a thread block that sums dK and dV: 64 for each of two warpgroups, or 64 and one sum for each."""
         return TILE if self.wide else 2 * TILE
-
-    @classmethod
-    def of(cls, query: Any, key: Any, value: Any) -> "BackwardShape":
-        B, T, N, H = query.shape
-        return cls(B, T, key.shape[1], N, key.shape[2], H, value.shape[3])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +75,12 @@ def key_block_bytes(shape: BackwardShape, config: BackwardConfig, *, fused: bool
     keys = shape.block_kv * (shape.H + shape.Hv) * 2
     queries = config.stages * config.block_q * (2 * (shape.H + shape.Hv) + 2 * 4)
     exchange = 2 * shape.block_kv * config.block_q * 2 + config.block_q * shape.H * 4 if fused else 0
-    return keys + queries + exchange + OVERHEAD
+    return keys + queries + exchange + RESERVED
 
 
 def query_block_bytes(shape: BackwardShape, config: BackwardConfig) -> int:
     """Bytes of shared memory of a thread block that sums dQ alone."""
-    return (BLOCK_Q + config.kv_stages * config.block_kv) * (shape.H + shape.Hv) * 2 + OVERHEAD
+    return (BLOCK_Q + config.kv_stages * config.block_kv) * (shape.H + shape.Hv) * 2 + RESERVED
 
 
 def config_refusals(shape: BackwardShape, config: BackwardConfig, *, deterministic: bool) -> tuple[str, ...]:
@@ -111,8 +92,8 @@ def config_refusals(shape: BackwardShape, config: BackwardConfig, *, determinist
     registers = (max(shape.H, shape.Hv) if shape.wide else shape.H + shape.Hv) // 2 + config.block_q
     query_registers = 0 if fused else shape.H // 2 + config.block_kv
     rules = (
-        (key_bytes > SHARED_BYTES, f"dK and dV: {key_bytes} bytes of shared memory are more than {SHARED_BYTES}"),
-        (query_bytes > SHARED_BYTES, f"dQ: {query_bytes} bytes of shared memory are more than {SHARED_BYTES}"),
+        (key_bytes > SHARED_MEMORY, f"dK and dV: {key_bytes} bytes of shared memory are more than {SHARED_MEMORY}"),
+        (query_bytes > SHARED_MEMORY, f"dQ: {query_bytes} bytes of shared memory are more than {SHARED_MEMORY}"),
         (registers > 192, f"block_q = {config.block_q} does not fit the registers at H = {shape.H}"),
         (query_registers > 192, f"block_kv = {config.block_kv} does not fit the registers at H = {shape.H}"),
         (

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu.hopper.attention_forward_config import ForwardConfig, ForwardShape
+from pallas_kernels.gpu.hopper.attention_forward_config import AttentionShape, ForwardConfig
 from pallas_kernels.gpu.hopper.attention_forward_tiles import Tiles
 from pallas_kernels.gpu.hopper.attention_forward_warpgroups import Operands, Softmax, Warpgroups
 from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, SegmentIds, segment_ranges
@@ -51,7 +51,7 @@ def attention_forward(
     Raises:
       ValueError: sizes or settings that the kernel does not take.
     """
-    shape = ForwardShape.of(query, key, value)
+    shape = AttentionShape.of(query, key, value)
     reasons = config.refusals(shape, statistics)
     if reasons:
         raise ValueError("; ".join(reasons))

@@ -12,7 +12,7 @@ REGISTERS = 64 * 1024  # of a multiprocessor
 SECTION = 8 * 2**20  # bytes of K and V that are worked on together: of 8 to 32 MB, what ran fastest on an H200
 
 
-class ForwardShape(NamedTuple):
+class AttentionShape(NamedTuple):
     """Sizes of one launch, in the letters of `flashspec.dims`."""
 
     B: int
@@ -29,7 +29,7 @@ class ForwardShape(NamedTuple):
         return self.N // self.K
 
     @classmethod
-    def of(cls, query: Any, key: Any, value: Any) -> "ForwardShape":
+    def of[Shape: "AttentionShape"](cls: type[Shape], query: Any, key: Any, value: Any) -> Shape:
         """The sizes of [B, T, N, H], [B, S, K, H] and [B, S, K, Hv]."""
         B, T, N, H = query.shape
         return cls(B, T, key.shape[1], N, key.shape[2], H, value.shape[3])
@@ -76,18 +76,18 @@ class ForwardConfig:
         """Registers of a thread that computes and of one that copies, which together fill the multiprocessor."""
         return {1: (240, 40), 2: (240, 24), 3: (160, 32)}[self.warpgroups]
 
-    def shared_memory(self, shape: ForwardShape, statistics: bool = False) -> int:
+    def shared_memory(self, shape: AttentionShape, statistics: bool = False) -> int:
         """Bytes of shared memory that a launch takes, about."""
         stage = self.block_kv * (shape.H + shape.Hv) * 2
         output = 0 if self.shares_output(shape, statistics) else self.tile_q * shape.Hv * (4 if statistics else 2)
         rows = 2 * self.tile_q * 4
         return self.stages * stage + self.tile_q * shape.H * 2 + output + rows + RESERVED
 
-    def shares_output(self, shape: ForwardShape, statistics: bool) -> bool:
+    def shares_output(self, shape: AttentionShape, statistics: bool) -> bool:
         """Whether the output leaves through the memory of Q: where asked for, and where it is as large."""
         return self.shared_output and not statistics and shape.Hv == shape.H
 
-    def refusals(self, shape: ForwardShape, statistics: bool = False) -> tuple[str, ...]:
+    def refusals(self, shape: AttentionShape, statistics: bool = False) -> tuple[str, ...]:
         """Why a launch of this shape cannot have these settings; empty when it can."""
         needed = self.shared_memory(shape, statistics)
         rules = (
@@ -99,7 +99,7 @@ class ForwardConfig:
         return tuple(reason for refused, reason in rules if refused)
 
 
-def heuristic(shape: ForwardShape, statistics: bool = False, programs: int = 132) -> ForwardConfig:
+def heuristic(shape: AttentionShape, statistics: bool = False, programs: int = 132) -> ForwardConfig:
     """Settings for a shape that nobody has tuned.
 
     Args:
@@ -122,7 +122,7 @@ def heuristic(shape: ForwardShape, statistics: bool = False, programs: int = 132
     return small
 
 
-def candidates(shape: ForwardShape, statistics: bool = False, programs: int = 132) -> Iterator[ForwardConfig]:
+def candidates(shape: AttentionShape, statistics: bool = False, programs: int = 132) -> Iterator[ForwardConfig]:
     """Legal settings that are worth timing for a shape, the heuristic's first."""
     first = heuristic(shape, statistics, programs)
     yield first

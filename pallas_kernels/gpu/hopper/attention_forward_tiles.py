@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.gpu.hopper.attention_forward_config import ForwardConfig, ForwardShape
+from pallas_kernels.gpu.hopper.attention_forward_config import AttentionShape, ForwardConfig
 from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, Bounds
 from pallas_kernels.gpu.hopper.attention_tile import place
 from pallas_kernels.launch import cdiv
@@ -38,7 +38,7 @@ class Tile(NamedTuple):
 class Tiles:
     """The tiles of one launch, from static facts."""
 
-    def __init__(self, shape: ForwardShape, mask: AttentionMask, config: ForwardConfig) -> None:
+    def __init__(self, shape: AttentionShape, mask: AttentionMask, config: ForwardConfig) -> None:
         self.shape, self.mask, self.config = shape, mask, config
         self.q_tiles, self.kv_blocks = cdiv(shape.T, config.tile_q), cdiv(shape.S, config.block_kv)
         self.count = shape.B * shape.N * self.q_tiles

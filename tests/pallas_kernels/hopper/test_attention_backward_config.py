@@ -7,7 +7,7 @@ import pytest
 from pallas_kernels.gpu.hopper import attention_backward_config
 from pallas_kernels.gpu.hopper.attention_backward_config import (
     HEAD_SIZES,
-    SHARED_BYTES,
+    SHARED_MEMORY,
     WIDE_HEAD_SIZES,
     BackwardConfig,
     BackwardShape,
@@ -95,7 +95,7 @@ def test_a_config_that_forgets_the_exchange_is_noticed():
     config = BackwardConfig(stages=4)
     assert config_refusals(shape(), config, deterministic=False)
     assert not wrong.config_refusals(shape(), config, deterministic=False)
-    assert key_block_bytes(shape(), config, fused=True) > SHARED_BYTES
+    assert key_block_bytes(shape(), config, fused=True) > SHARED_MEMORY
 
 
 def test_what_the_kernels_do_not_take_is_refused_with_every_reason():

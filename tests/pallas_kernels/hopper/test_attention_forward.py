@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels.gpu.hopper import attention_forward_tiles, attention_forward_warpgroups
 from pallas_kernels.gpu.hopper.attention_forward import attention_forward
-from pallas_kernels.gpu.hopper.attention_forward_config import ForwardConfig, ForwardShape, heuristic
+from pallas_kernels.gpu.hopper.attention_forward_config import AttentionShape, ForwardConfig, heuristic
 from pallas_kernels.gpu.hopper.attention_forward_tiles import Tiles, deal
 from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, Bounds, SegmentIds
 from tests.attention import hopper_twin
@@ -154,12 +154,12 @@ def test_every_tile_is_dealt_out_once_and_evenly() -> None:
     ],
 )
 def test_costs_count_the_blocks_that_a_tile_visits(mask: AttentionMask, visited: list[int]) -> None:
-    tiles = Tiles(ForwardShape(1, 512, 512, 1, 1, 64, 64), mask, ForwardConfig())
+    tiles = Tiles(AttentionShape(1, 512, 512, 1, 1, 64, 64), mask, ForwardConfig())
     assert tiles._costs().tolist() == visited
 
 
 def test_many_tiles_are_left_to_the_hardware() -> None:
-    shape = ForwardShape(1, 128, 128, attention_forward_tiles.MOST_DEALT + 1, 1, 64, 64)
+    shape = AttentionShape(1, 128, 128, attention_forward_tiles.MOST_DEALT + 1, 1, 64, 64)
     tiles = Tiles(shape, AttentionMask(bounds=Bounds(0, 0, 128, 128)), ForwardConfig())
     assert (tiles.order, tiles.programs) == (None, tiles.count)
 
@@ -193,5 +193,5 @@ def test_sizes_that_the_kernel_does_not_take() -> None:
 @pytest.mark.parametrize("statistics", [False, True])
 def test_the_heuristic_is_legal(H: int, statistics: bool) -> None:
     for T in (8, 1024, 32768):
-        shape = ForwardShape(2, T, T, 8, 2, H, H)
+        shape = AttentionShape(2, T, T, 8, 2, H, H)
         assert not heuristic(shape, statistics).refusals(shape, statistics)
