@@ -4,8 +4,8 @@ import argparse
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ from experiments import attention_peers
 from experiments.harness import Job
 from flashspec.attention import dot_product_attention, plan_attention
 from flashspec.measure import Interleaved, checked, compile_call, interleaved
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 QUESTION = "How fast is attention forward and backward, against the best of its peers on this device?"
 NEEDS = "a GPU or a TPU; the peers are optional (extra `peers`)"
@@ -92,10 +95,11 @@ def gradients(attend: Callable[..., jax.Array], case: Case) -> Callable[..., Any
 def _table(
     job: Job, name: str, cases: tuple[Case, ...], direction: Any, work: float, bars: tuple[float, float]
 ) -> None:
-    rows, ratios = [], []
+    rows, ratios, speeds = [], [], {}
     for case in job.track(cases, name):
         timed = measure(job, case, direction, job.args.repeats if not job.smoke else 1)
         rates = {one: work * flops(case) / timing.steady_s / 1e12 for one, timing in timed.timings.items()}
+        speeds[str(case)] = rates
         peers = {one: rate for one, rate in rates.items() if one != OURS}
         ratio = rates[OURS] / max(peers.values()) if peers else None
         shape = jax.ShapeDtypeStruct((case.B, case.T, case.N, case.H), jnp.bfloat16)
@@ -110,12 +114,26 @@ def _table(
             job.record(f"{name}/{case}/{one}", settings=dataclasses.asdict(case), **timing.fields())
     columns = ["case", "kernel", OURS, *attention_peers.PEERS, "ratio to the best"]
     job.table(name, f"{name}, TFLOP/s (a causal mask counts half, training 3.5 times)", columns, rows)
+    with job.figure(name, f"Attention, {name}") as axes:
+        draw(axes, speeds)
     if ratios:
         mean = math.prod(ratios) ** (1 / len(ratios))
         job.say(f"{name}: geometric mean of our ratio to the best peer of each row: {mean:.3f}")
         job.goal(f"{name}: at least {bars[0]} of the best peer in every row", min(ratios) >= bars[0])
         job.goal(f"{name}: geometric mean of at least {bars[1]}", mean >= bars[1])
         job.reaches(f"attention, {name}", f"{min(ratios):.2f} to {max(ratios):.2f} of the best peer, mean {mean:.2f}")
+
+
+def draw(axes: "Axes", speeds: Mapping[str, Mapping[str, float]]) -> None:
+    """TFLOP/s of every implementation on every case, ours in front."""
+    names = [OURS, *attention_peers.PEERS]
+    for number, name in enumerate(names):
+        places = [row + (number - 1.5) / 5 for row, rates in enumerate(speeds.values()) if name in rates]
+        axes.barh(places, [rates[name] for rates in speeds.values() if name in rates], height=0.2, label=name)
+    axes.set_yticks(range(len(speeds)), list(speeds), fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("TFLOP/s")
+    axes.legend(fontsize=7, ncols=len(names), loc="upper center", bbox_to_anchor=(0.35, -0.12))
 
 
 def measure(job: Job, case: Case, direction: Any, repeats: int) -> Interleaved:
