@@ -148,6 +148,7 @@ def draw(draft_step=0.1, more_per_token=0.05, overhead=0.1):
     figure, axes = plt.subplots(figsize=(7, 4.2))
     shown = axes.contourf(lengths, alphas, values, levels=np.arange(0, 5.1, 0.25), cmap="RdYlGn", extend="max")
     axes.contour(lengths, alphas, values, levels=[1.0], colors="black", linewidths=3)
+    axes.plot([], [], "k", linewidth=3, label="break-even")
     best = [best_draft_length(float(a), costs, draft_lengths=lengths).draft_length for a in alphas]
     axes.plot(best, alphas, "k:", label="best length")
     axes.set(xlabel="draft length D", ylabel="conditional acceptance", title="speed-up by eq. 33.15")
