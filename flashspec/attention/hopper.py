@@ -212,7 +212,7 @@ def _attend(program: _Program, tensors: Tensors, structure: Structure) -> tuple[
     names, arrays, axes = _present(structure, tensors.sinks, tensors.query.shape[0])
     results = ("B T N V", "B N T", "B N T") if program.statistics else ("B T N V", "B N T")
     call = lift(kernel, ("B T N H", "B S K H", "B S K V", *axes), results)
-    return tuple(call(*tensors[:3], *arrays))
+    return call(*tensors[:3], *arrays)
 
 
 def _attend_forward(program: _Program, tensors: Tensors, structure: Structure) -> tuple[Any, Any]:

@@ -1,7 +1,8 @@
 """A kernel as a function that `jit`, `vmap` and operands split over devices reach together.
 
-A raw kernel takes row-major arrays of one device. `lift` folds an axis that `jax.vmap` adds into the batch, which every
-operand leads with, and tells XLA how the kernel splits: over batch and heads, each device on its part, nothing else.
+A raw kernel takes row-major arrays of one device. `lift` folds an axis that `jax.vmap` adds into the batch, or goes
+along it one by one where an operand has no batch, and tells XLA how the kernel splits: over batch and heads, nothing
+else.
 Differentiation wraps the result (`jax.custom_vjp` outside, this inside).
 """
 

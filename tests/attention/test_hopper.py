@@ -162,7 +162,7 @@ def operands(B: int = 4, T: int = 6, N: int = 8, K: int = 4, H: int = 8) -> list
     return [jax.random.normal(key, (B, T, heads, H)) for key, heads in zip(keys, (N, K, K), strict=True)]
 
 
-def loss(query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Array, **options: Any) -> jax.Array:
+def loss(query: jax.Array, key: jax.Array, value: jax.Array, start: jax.Array) -> jax.Array:
     output, lse = dot_product_attention(
         query, key, value, is_causal=True, q_positions=Contiguous(start), return_lse=True, implementation="hopper"
     )
