@@ -5,6 +5,7 @@ from flashspec.attention.cascade import cascade_attention
 from flashspec.attention.decode import cached_attention, decode_attention, decode_stats
 from flashspec.attention.plan import AttentionPlan
 from flashspec.attention.request import AttentionRequest
+from flashspec.attention.settings import BackwardConfig, DecodeConfig, ForwardConfig, Hopper
 from flashspec.attention.views import DenseView, PagedView, WindowView
 from flashspec.masks import Contiguous
 from flashspec.online_softmax import SoftmaxStats, finalize, merge, merge_across, merge_axis
@@ -12,8 +13,12 @@ from flashspec.online_softmax import SoftmaxStats, finalize, merge, merge_across
 __all__ = [
     "AttentionPlan",
     "AttentionRequest",
+    "BackwardConfig",
     "Contiguous",
+    "DecodeConfig",
     "DenseView",
+    "ForwardConfig",
+    "Hopper",
     "PagedView",
     "SoftmaxStats",
     "WindowView",

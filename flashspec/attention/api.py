@@ -17,9 +17,10 @@ from flashspec.attention.request import (
     make_request,
     partitioned_axes,
 )
+from flashspec.attention.settings import AttentionImplementation, split
 from flashspec.masks import Positions, Window
 from flashspec.online_softmax import SoftmaxStats, check_rows
-from flashspec.selection import Implementation, resolve_device
+from flashspec.selection import Target, resolve_device
 
 type Shaped = ArrayLike | jax.ShapeDtypeStruct
 
@@ -47,7 +48,7 @@ def dot_product_attention(
     dropout_broadcast: tuple[str, ...] = (),
     dropout_offsets: ArrayLike | tuple[ArrayLike, ...] | None = None,
     empty_rows: str = "zero",
-    implementation: Implementation = None,
+    implementation: AttentionImplementation = None,
     return_lse: bool = False,
 ) -> Any:
     """Exact scaled dot-product attention with grouped heads.
@@ -84,7 +85,8 @@ def dot_product_attention(
         concrete, a `checkify` check where they are traced, for which the caller needs `checkify.checkify`.
       implementation: "hopper", "ampere", "tpu", "cudnn", "blockwise" or "reference"; a sequence of them, of which the
         first that supports the call runs; None for the best one for the platform that the call is lowered for.
-        "ampere" names a kernel that this version does not have, and refuses every call.
+        `Hopper(...)` stands for "hopper" with launch settings of the caller's own, or with gradients that are bit-equal
+        from run to run. "ampere" names a kernel that this version does not have, and refuses every call.
       return_lse: whether to return the log-normaliser too.
 
     Returns:
@@ -121,7 +123,7 @@ def attention_stats(
     scale: Number | None = None,
     logits_soft_cap: Number | None = None,
     empty_rows: str = "zero",
-    implementation: Implementation = None,
+    implementation: AttentionImplementation = None,
 ) -> SoftmaxStats:
     """Statistics of attention over one disjoint part of a larger key set (eq. 33.3), to be merged and finalised.
 
@@ -173,7 +175,7 @@ def plan_attention(
     dropout_broadcast: tuple[str, ...] = (),
     dropout_offsets: Shaped | tuple[Shaped, ...] | None = None,
     empty_rows: str = "zero",
-    implementation: Implementation = None,
+    implementation: AttentionImplementation = None,
     return_lse: bool = False,
     device: jax.Device | str | None = None,
 ) -> AttentionPlan:
@@ -197,7 +199,7 @@ def plan_attention(
     given = {name: arguments[name] for name in ("query", "key", "value")}
     check_dtypes(**given)
     target = resolve_device(arguments.pop("device"), query)
-    arguments |= {"platform": target.platform, "compute_capability": target.compute_capability}
+    arguments |= _facts_of(target)
     arguments["return_lse"] = checks.flag("return_lse", return_lse) or empty_rows == "error"
     arrays = {name: arguments.pop(name) for name in _ARRAYS}
     arguments["partitioned"] = partitioned_axes(**arrays)
@@ -219,10 +221,19 @@ _ARRAYS = (
 
 
 def _prepare(arguments: dict[str, Any]) -> tuple[AttentionRequest, AttentionOperands]:
-    """Check the arguments of a call, all but `implementation`, together with where its operands lie."""
+    """Check the arguments of a call together with where its operands lie; of `implementation` the settings alone."""
     facts = {name: argument for name, argument in arguments.items() if name != "implementation"}
+    _, facts["settings"] = split(arguments["implementation"])
     if "partitioned" not in facts:
         facts["partitioned"] = partitioned_axes(**{name: facts[name] for name in _ARRAYS if name in facts})
     if "platform" not in facts:
-        _, facts["platform"], facts["compute_capability"] = resolve_device(None, facts["query"])
+        facts |= _facts_of(resolve_device(None, facts["query"]))
     return make_request(**facts)
+
+
+def _facts_of(target: Target) -> dict[str, str | None]:
+    return {
+        "platform": target.platform,
+        "compute_capability": target.compute_capability,
+        "device_kind": target.kind,
+    }

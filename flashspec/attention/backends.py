@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec
 
 from flashspec.attention import blockwise, cudnn, hopper, reference, tpu, tpu_decode
 from flashspec.attention.request import AttentionOperands, AttentionRequest
+from flashspec.attention.settings import AttentionImplementation, split
 from flashspec.online_softmax import SoftmaxStats
-from flashspec.selection import Implementation, Target, first_that_can, named, run_where_lowered
+from flashspec.selection import Target, first_that_can, named, run_where_lowered
 
 type Attend = Callable[[AttentionRequest, AttentionOperands], tuple[jax.Array, jax.Array | None]]
 
@@ -32,6 +33,7 @@ class Backend:
       attend: the call itself, None where nothing is built in; returns output and lse (None if it has none).
       stats: the same for `attention_stats`.
       config: launch settings for a request, for the plan.
+      sources: where those of each direction come from, "forward" and "backward".
       backward: which implementation computes the gradients, where it is another one.
       copies: bytes of each array that it copies whatever its layout, for the plan.
       row_major: whether it reads row-major operands only, so that any other layout costs a copy.
@@ -42,6 +44,7 @@ class Backend:
     attend: Attend | None = None
     stats: Callable[[AttentionRequest, AttentionOperands], SoftmaxStats] | None = None
     config: Callable[[AttentionRequest], Mapping[str, int]] = lambda request: {}
+    sources: Callable[[AttentionRequest], Mapping[str, str]] = lambda request: {}
     row_major: bool = False
     backward: Callable[[AttentionRequest], str] | None = None
     copies: Callable[[AttentionRequest], Mapping[str, int]] = lambda request: {}
@@ -112,6 +115,7 @@ BACKENDS: Mapping[str, Backend] = {
             lambda request, operands: hopper.hopper_attention(_hopper_kernels(), request, operands),
             lambda request, operands: hopper.hopper_stats(_hopper_kernels(), request, operands),
             config=hopper.launch_config,
+            sources=hopper.sources,
             row_major=True,
             backward=hopper.backward,
             copies=hopper.copies,
@@ -132,20 +136,21 @@ BACKENDS: Mapping[str, Backend] = {
 }
 
 
-def candidates(request: AttentionRequest, implementation: Implementation) -> tuple[str, ...]:
+def candidates(request: AttentionRequest, implementation: AttentionImplementation) -> tuple[str, ...]:
     """Names to try in order: those that the caller gave, or the best first for the request's platform.
 
     Kernels of the platform come first, then what XLA compiles anywhere: "reference" for matrices of at most `SMALL`
     scores, "blockwise" for larger ones.
     """
-    if implementation is not None:
-        return named(implementation, tuple(BACKENDS))
+    names, _ = split(implementation)
+    if names is not None:
+        return named(names, tuple(BACKENDS))
     kernels = {"cuda": ("hopper", "ampere", "cudnn"), "tpu": ("tpu",)}.get(request.platform, ())
     xla = ("reference", "blockwise") if request.T * request.S <= SMALL else ("blockwise", "reference")
     return (*kernels, *xla)
 
 
-def select(request: AttentionRequest, implementation: Implementation) -> Backend:
+def select(request: AttentionRequest, implementation: AttentionImplementation) -> Backend:
     """The first candidate that supports the request.
 
     Raises:
@@ -155,7 +160,7 @@ def select(request: AttentionRequest, implementation: Implementation) -> Backend
     return BACKENDS[first_that_can(candidates(request, implementation), lambda name: BACKENDS[name].supports(request))]
 
 
-def run(request: AttentionRequest, operands: AttentionOperands, implementation: Implementation) -> Any:
+def run(request: AttentionRequest, operands: AttentionOperands, implementation: AttentionImplementation) -> Any:
     """Run a call on the implementation selected for the platform that it will be lowered for.
 
     Concrete operands say where they are. While tracing, the platform is known to XLA alone, so where the platforms of
@@ -173,14 +178,25 @@ def by_platform(
     choose: Callable[[AttentionRequest], str],
     execute: Callable[[AttentionRequest, str, Any], Any],
 ) -> Any:
-    """`execute(request, name, operands)` by the name chosen for each platform that the call may be lowered for."""
+    """`execute(request, name, operands)` by the name chosen for each platform that the call may be lowered for.
+
+    What is executed has the facts of the platform that chose it; where several choose alike, those of the first.
+    """
+    chosen: dict[str, AttentionRequest] = {}
 
     def choose_for(target: Target) -> str:
-        platform, capability = target.platform, target.compute_capability
-        return choose(dataclasses.replace(request, platform=platform, compute_capability=capability))
+        there = dataclasses.replace(
+            request,
+            platform=target.platform,
+            compute_capability=target.compute_capability,
+            device_kind=target.kind or None,
+        )
+        name = choose(there)
+        chosen.setdefault(name, there)
+        return name
 
-    here = Target("", request.platform, request.compute_capability)
-    return run_where_lowered(operands, here, choose_for, functools.partial(execute, request))
+    here = Target(request.device_kind or "", request.platform, request.compute_capability)
+    return run_where_lowered(operands, here, choose_for, lambda name, arrays: execute(chosen[name], name, arrays))
 
 
 def scope(name: str) -> str:

@@ -12,8 +12,8 @@ from jax.typing import ArrayLike
 
 from flashspec import checks
 from flashspec.attention.api import attention_stats
-from flashspec.attention.backends import Implementation
 from flashspec.attention.decode import decode_stats
+from flashspec.attention.settings import AttentionImplementation
 from flashspec.attention.views import View
 from flashspec.online_softmax import SoftmaxStats, empty_stats, finalize, merge
 
@@ -29,7 +29,7 @@ def cascade_attention(
     scale: float | None = None,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
-    implementation: Implementation = None,
+    implementation: AttentionImplementation = None,
     return_lse: bool = False,
 ) -> Any:
     """Attention of 1 to 16 new tokens over a common prefix and, after it, over each row's own positions.

@@ -21,11 +21,12 @@ from flashspec import checks
 from flashspec.attention import backends, hopper_decode, reference, tpu_decode
 from flashspec.attention.hopper_decode import DecodeArrays
 from flashspec.attention.request import AttentionOperands, AttentionRequest, make_request, partitioned_axes
+from flashspec.attention.settings import AttentionImplementation, split
 from flashspec.attention.views import PagedView, View, WindowView, check_view, gather
 from flashspec.checks import fail
 from flashspec.masks import Contiguous, Window, make_mask
 from flashspec.online_softmax import SoftmaxStats, empty_stats, finalize, merge_axis, shifted_weights
-from flashspec.selection import Implementation, first_that_can, named, resolve_device
+from flashspec.selection import first_that_can, named, resolve_device
 from pallas_kernels.launch import cdiv
 
 MAX_QUERIES = 16
@@ -43,7 +44,7 @@ def decode_attention(
     scale: float | None = None,
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
-    implementation: Implementation = None,
+    implementation: AttentionImplementation = None,
     return_lse: bool = False,
     num_splits: int | None = None,
 ) -> Any:
@@ -65,8 +66,9 @@ def decode_attention(
       logits_soft_cap: c of c tanh(score / c), a Python number in [1e-30, 1e30].
       sinks: [N] natural-log logits, one more key with value 0 for each head; neither scaled nor capped. In lse too.
       implementation: "hopper" or "tpu" (our kernels, the default on GPUs of compute capability 9.0 and on TPUs for what
-        they take), "blockwise" (keys in parts on XLA, the default for the rest) or "reference"; or a sequence of names,
-        of which the first that supports the call runs.
+        they take; `Hopper(decode=...)` is the former with launch settings of the caller's own), "blockwise" (keys in
+        parts on XLA, the default for the rest) or "reference"; or a sequence of them, of which the first that supports
+        the call runs.
       return_lse: whether to return the log-normaliser too.
       num_splits: into how many parts the slots of a row are cut. By default "blockwise" takes one for every 4096, and
         a kernel as many as keep the chip busy; with a number given, a row's result on "hopper" is the same bit for bit
@@ -95,7 +97,7 @@ def decode_stats(
     window: Window = None,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
-    implementation: Implementation = None,
+    implementation: AttentionImplementation = None,
     num_splits: int | None = None,
 ) -> SoftmaxStats:
     """Statistics of new tokens over a cache view (eq. 33.3), to be merged with those of other, disjoint keys.
@@ -118,10 +120,14 @@ def decode_stats(
 
 
 def _decode(
-    query: ArrayLike, view: View, implementation: Implementation, num_splits: int | None, options: dict[str, Any]
+    query: ArrayLike,
+    view: View,
+    implementation: AttentionImplementation,
+    num_splits: int | None,
+    options: dict[str, Any],
 ) -> Any:
     """(output, lse), or with `statistics` among the options (m, l, u, nonempty), by the implementation selected."""
-    request, arrays = _prepare(query, view, **options)
+    request, arrays = _prepare(query, view, settings=split(implementation)[1], **options)
     if not 1 <= request.T <= MAX_QUERIES:
         raise fail("query", f"1 to {MAX_QUERIES} new tokens T (`cached_attention` takes more)", f"T = {request.T}")
     if num_splits is not None:
@@ -192,6 +198,7 @@ def _prepare(
     held = {field.name: getattr(view, field.name) for field in dataclasses.fields(view)}
     target = resolve_device(None, query)
     facts = options | {"platform": target.platform, "compute_capability": target.compute_capability}
+    facts["device_kind"] = target.kind
     facts["partitioned"] = partitioned_axes(query=query, **held)
     requests: list[AttentionRequest] = []
 
@@ -232,10 +239,11 @@ def _operands(request: AttentionRequest, arrays: DecodeArrays) -> AttentionOpera
     return _dense(arrays, window=request.window, scale=request.scale, logits_soft_cap=request.logits_soft_cap)[1]
 
 
-def _select(implementation: Implementation, view: View, request: AttentionRequest) -> str:
+def _select(implementation: AttentionImplementation, view: View, request: AttentionRequest) -> str:
     """The first implementation that can decode this request: of those named, or of all, the best first."""
     kernels = {"cuda": ("hopper",), "tpu": ("tpu",)}.get(request.platform, ())
-    names = (*kernels, "blockwise") if implementation is None else named(implementation, tuple(backends.BACKENDS))
+    given, _ = split(implementation)
+    names = (*kernels, "blockwise") if given is None else named(given, tuple(backends.BACKENDS))
     page = view.key_pages.shape[1] if isinstance(view, PagedView) else None
 
     def refusals(name: str) -> tuple[str, ...]:

@@ -16,19 +16,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from flashspec.attention import tuning
 from flashspec.attention.blockwise import blockwise_attention, blockwise_stats
 from flashspec.attention.hopper_mask import Structure, hide, kernel_structure, may_hide
 from flashspec.attention.kernel_operands import without_pairs
 from flashspec.attention.lifting import lift
 from flashspec.attention.request import AttentionOperands, AttentionRequest
+from flashspec.attention.settings import Hopper
+from flashspec.devices import device_facts, find_device_facts
 from flashspec.online_softmax import SoftmaxStats, empty_stats
 from pallas_kernels.gpu.hopper import attention_backward_config, attention_forward_config
+from pallas_kernels.gpu.hopper.attention_backward_config import BackwardConfig, BackwardShape
 from pallas_kernels.gpu.hopper.attention_forward_config import AttentionShape, ForwardConfig
 from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, SegmentIds
 from pallas_kernels.launch import round_up, varying_alike
 
 CAPABILITY = "9.0"
-LARGEST_HEAD, LARGEST_BACKWARD_HEAD = 256, 128
+DEVICE = "NVIDIA H200"  # what a launch is shaped for where the device is not known; any Hopper chip runs it
+LARGEST_HEAD, LARGEST_BACKWARD_HEAD = 256, 256
 HEAD_MULTIPLE, LENGTH_MULTIPLE = 64, 8
 
 
@@ -58,7 +63,9 @@ class _Program:
     soft_cap: float | None
     statistics: bool
     forward: ForwardConfig
-    backward: attention_backward_config.BackwardConfig
+    backward: BackwardConfig
+    backward_heads: tuple[int, int]
+    deterministic: bool
 
 
 def refusals(request: AttentionRequest) -> tuple[str, ...]:
@@ -83,7 +90,20 @@ def kernel_refusals(request: AttentionRequest) -> tuple[str, ...]:
         ),
         *((option in request.options, reason) for option, reason in _OPTIONS.items()),
     )
-    return tuple(reason for refused, reason in rules if refused)
+    return tuple(reason for refused, reason in rules if refused) or _settings_refusals(request)
+
+
+def _settings_refusals(request: AttentionRequest) -> tuple[str, ...]:
+    """Why a call cannot have the launch settings that were given with it."""
+    given = _settings(request)
+    reasons: dict[str, tuple[str, ...]] = {}
+    if given.forward is not None:
+        reasons["forward"] = given.forward.refusals(_padded_shape(request), request.statistics)
+    if given.backward is not None:
+        reasons["backward"] = attention_backward_config.config_refusals(
+            _backward_shape(request), given.backward, deterministic=given.deterministic
+        )
+    return tuple(f"the {name} settings given: {reason}" for name in reasons for reason in reasons[name])
 
 
 _OPTIONS = {
@@ -100,17 +120,22 @@ def backward(request: AttentionRequest) -> str:
 
 def launch_config(request: AttentionRequest) -> Mapping[str, int]:
     """Launch settings of forward and backward, for the plan."""
-    forward = {name: int(value) for name, value in dataclasses.asdict(_forward_config(request)).items()}
-    if backward(request) != "hopper":
-        return forward
-    return forward | {
-        f"backward_{name}": value for name, value in dataclasses.asdict(_backward_config(request)).items()
-    }
+    settings = {name: int(value) for name, value in dataclasses.asdict(_forward_config(request)[0]).items()}
+    if backward(request) == "hopper":
+        others = dataclasses.asdict(_backward_config(request)[0]) | {"deterministic": _settings(request).deterministic}
+        settings |= {f"backward_{name}": int(value) for name, value in others.items()}
+    return settings
+
+
+def sources(request: AttentionRequest) -> Mapping[str, str]:
+    """Where the launch settings of each direction come from, for the plan: "given", "tuned" or "heuristic"."""
+    both = {"forward": _forward_config(request)[1], "backward": _backward_config(request)[1]}
+    return both if backward(request) == "hopper" else {"forward": both["forward"]}
 
 
 def copies(request: AttentionRequest) -> Mapping[str, int]:
     """Bytes of each array that is padded, or blanked where nobody sees it, for the plan."""
-    r, padded = request, _padded_shape(request)
+    r, padded, wide = request, _padded_shape(request), _backward_shape(request)
     blanked = may_hide(request)
     sizes = {
         "query": (r.B * r.N, (r.T, r.H), (padded.T, padded.H)),
@@ -118,10 +143,14 @@ def copies(request: AttentionRequest) -> Mapping[str, int]:
         "value": (r.B * r.K, (r.S, r.Hv), (padded.S, padded.Hv)),
         "output": (r.B * r.N, (r.T, r.Hv), (padded.T, padded.Hv)),
     }
+    if backward(request) == "hopper":
+        for name, x, H in (("query", "T", "H"), ("key", "S", "H"), ("value", "S", "Hv"), ("output", "T", "Hv")):
+            before, after = ((getattr(shape, x), getattr(shape, H)) for shape in (padded, wide))
+            sizes[f"{name} of the backward"] = (sizes[name][0], before, after)
     return {
         name: rows * length * size * r.dtype.itemsize
         for name, (rows, given, (length, size)) in sizes.items()
-        if given != (length, size) or (blanked and name != "output")
+        if given != (length, size) or (blanked and name in ("query", "key", "value"))
     }
 
 
@@ -185,8 +214,10 @@ def _run(kernels: Kernels, request: AttentionRequest, operands: AttentionOperand
         request.scale,
         request.logits_soft_cap,
         request.statistics,
-        _forward_config(request),
-        _backward_config(request),
+        _forward_config(request)[0],
+        _backward_config(request)[0],
+        backward_heads(request.H, request.Hv),
+        _settings(request).deterministic,
     )
     return _attend(program, tensors, structure)
 
@@ -249,18 +280,22 @@ def _attend_backward(program: _Program, saved: Any, cotangents: tuple[Array, ...
             mask=program.mask,
             scale=program.scale,
             soft_cap=program.soft_cap,
+            deterministic=program.deterministic,
             config=program.backward,
         )
 
     names, arrays, axes = _present(structure, None, tensors.query.shape[0])
+    H, Hv = program.backward_heads
+    query, key, value = _pad(tensors.query, H), _pad(tensors.key, H), _pad(tensors.value, Hv)
+    output_gradient = _pad(output_gradient.astype(value.dtype), Hv)
     operands = ("B T N H", "B S K H", "B S K V", "B T N V", "B N T", "B N T", *axes)
     call = lift(kernel, operands, ("B T N H", "B S K H", "B S K V"))
-    gradients = call(*tensors[:3], output_gradient.astype(tensors.value.dtype), lse, delta, *arrays)
+    gradients = call(query, key, value, output_gradient, lse, delta, *arrays)
     sinks = None
     if tensors.sinks is not None:
         weights = jnp.exp(tensors.sinks[None, :, None] - lse[:, :, : output.shape[1]])
         sinks = -jnp.sum(weights * delta, axis=(0, 2))
-    query, key, value = gradients
+    query, key, value = (x[..., : y.shape[3]] for x, y in zip(gradients, tensors[:3], strict=True))
     return Tensors(query, key, value, sinks), None
 
 
@@ -280,11 +315,17 @@ def _segments(given: Mapping[str, Array]) -> SegmentIds | None:
 
 
 def padded_heads(H: int, Hv: int) -> tuple[int, int]:
-    """The head sizes that the kernels compute with: the least that forward and backward both take."""
+    """The head sizes that the forward computes with: up to 128 the least that the backward takes too."""
     for sizes in attention_backward_config.HEAD_SIZES:
         if sizes[0] >= H and sizes[1] >= Hv:
             return sizes
     return round_up(H, HEAD_MULTIPLE), round_up(Hv, HEAD_MULTIPLE)
+
+
+def backward_heads(H: int, Hv: int) -> tuple[int, int]:
+    """The head sizes that the backward computes with: the least that it takes."""
+    sizes = (*attention_backward_config.HEAD_SIZES, *attention_backward_config.WIDE_HEAD_SIZES)
+    return next(pair for pair in sizes if pair[0] >= H and pair[1] >= Hv)
 
 
 def _padded_shape(request: AttentionRequest) -> AttentionShape:
@@ -292,12 +333,47 @@ def _padded_shape(request: AttentionRequest) -> AttentionShape:
     return AttentionShape(request.B, T, S, request.N, request.K, *padded_heads(request.H, request.Hv))
 
 
-def _forward_config(request: AttentionRequest) -> ForwardConfig:
-    return attention_forward_config.heuristic(_padded_shape(request), request.statistics)
+def _backward_shape(request: AttentionRequest) -> BackwardShape:
+    H, Hv = backward_heads(request.H, request.Hv)
+    return BackwardShape(*_padded_shape(request)._replace(H=H, Hv=Hv))
 
 
-def _backward_config(request: AttentionRequest) -> attention_backward_config.BackwardConfig:
-    return attention_backward_config.heuristic(attention_backward_config.BackwardShape(*_padded_shape(request)))
+def _settings(request: AttentionRequest) -> Hopper:
+    return request.settings or Hopper()
+
+
+def _forward_config(request: AttentionRequest) -> tuple[ForwardConfig, str]:
+    """Settings of the forward, and where they come from. Those of the call as a whole: `vmap` and devices that share it
+    out change no bit of its result."""
+    shape, kind = _padded_shape(request), request.device_kind
+    facts = find_device_facts(kind or DEVICE) or device_facts(DEVICE)
+    heuristic = functools.partial(
+        attention_forward_config.heuristic, shape, request.statistics, programs=facts.cores or 0
+    )
+    key = None if request.statistics else _tuning_key(request, shape)
+    return tuning.choose("attention_forward", kind, key, _settings(request).forward, heuristic)
+
+
+def _backward_config(request: AttentionRequest) -> tuple[BackwardConfig, str]:
+    """As `_forward_config`, of the backward."""
+    shape, given = _backward_shape(request), _settings(request)
+    key = _tuning_key(request, shape, given.deterministic)
+    heuristic = functools.partial(attention_backward_config.heuristic, shape)
+    return tuning.choose("attention_backward", request.device_kind, key, given.backward, heuristic)
+
+
+def _tuning_key(request: AttentionRequest, shape: AttentionShape, deterministic: bool = False) -> tuning.TuningKey:
+    return tuning.TuningKey(
+        dtype=request.dtype.name,
+        heads=tuning.heads_of(shape.B * shape.N),
+        T=shape.T,
+        S=shape.S,
+        G=shape.G,
+        H=shape.H,
+        Hv=shape.Hv,
+        mask=tuning.mask_of(request.is_causal, request.window, "q_segment_ids" in request.options),
+        deterministic=deterministic,
+    )
 
 
 def _pad(x: Array, head: int) -> Array:

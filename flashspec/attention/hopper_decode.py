@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from flashspec.attention import tuning
 from flashspec.attention.lifting import lift
 from flashspec.attention.request import AttentionRequest
 from flashspec.attention.views import PagedView, View, WindowView
@@ -19,6 +20,7 @@ from flashspec.devices import device_facts
 from pallas_kernels.gpu.hopper.attention_decode_config import (
     NOWHERE,
     DecodeCall,
+    DecodeConfig,
     DecodeOperands,
     DecodeShape,
     config_refusals,
@@ -92,7 +94,8 @@ def refusals(request: AttentionRequest, page: int | None) -> tuple[str, ...]:
     shape = DecodeShape(request.B, request.T, request.S, request.N, request.K, request.H, page)
     limits = kernel_refusals(shape, itemsize=request.dtype.itemsize, value_size=request.Hv)
     split = tuple(f"{axis} is split over devices" for axis in request.partitioned)
-    return elsewhere + split + (limits or config_refusals(shape, heuristic(shape, CORES)))
+    given = None if request.settings is None else request.settings.decode
+    return elsewhere + split + (limits or config_refusals(shape, given or heuristic(shape, CORES)))
 
 
 def hopper_decode(
@@ -146,7 +149,7 @@ def _run(program: _Program, kind: type, names: tuple[str, ...], *arrays: Array) 
     if operands.page_table is not None:
         page, S = S, operands.page_table.shape[1] * S
     shape = DecodeShape(B, T, S, N, K, H, page)
-    config = heuristic(shape, CORES)
+    config = _config(program, shape, kind)
     blocks = cdiv(S, config.block_keys)
     call = DecodeCall(
         shape,
@@ -160,6 +163,24 @@ def _run(program: _Program, kind: type, names: tuple[str, ...], *arrays: Array) 
         statistics=program.request.statistics,
     )
     return program.kernel(call, operands)
+
+
+def _config(program: _Program, shape: DecodeShape, kind: type) -> DecodeConfig:
+    """Launch settings. Tuned ones depend on the batch, and `num_splits` promises that a row's result does not."""
+    request, whole = program.request, program.num_splits is not None
+    key = tuning.TuningKey(
+        dtype=request.dtype.name,
+        heads=tuning.heads_of(shape.B * shape.N),
+        T=shape.T,
+        S=shape.S,
+        G=shape.G,
+        H=shape.H,
+        Hv=shape.H,
+        mask=f"pages of {shape.page}" if shape.page else ("window" if kind is WindowView else "dense"),
+    )
+    given = None if request.settings is None else request.settings.decode
+    device = None if whole else request.device_kind
+    return tuning.choose("attention_decode", device, key, given, lambda: heuristic(shape, CORES))[0]
 
 
 def _limit(positions: int | None) -> int | None:

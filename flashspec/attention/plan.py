@@ -13,9 +13,9 @@ import numpy as np
 
 from flashspec.attention.backends import BACKENDS, Backend, select
 from flashspec.attention.request import AttentionOperands, AttentionRequest
+from flashspec.attention.settings import AttentionImplementation
 from flashspec.checks import is_concrete
 from flashspec.devices import DeviceFacts, find_device_facts
-from flashspec.selection import Implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Pass:
     Args:
       implementation: the backend's name.
       config: its launch settings.
+      source: where they come from: "given" by the caller, "tuned" on such a device, or "heuristic"; "" where there is
+        no choice.
       flops: multiplications and additions of the matrix products.
       bytes: operands and results, each moved once.
       lower_bound_seconds: the roofline max(F / R, Q / b) of section 33.1 for these counts, which no program can beat
@@ -36,6 +38,7 @@ class Pass:
     flops: int
     bytes: int
     lower_bound_seconds: float | None
+    source: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +77,7 @@ def make_plan(
     request: AttentionRequest,
     operands: AttentionOperands,
     given: Mapping[str, Any],
-    implementation: Implementation,
+    implementation: AttentionImplementation,
     device: str,
 ) -> AttentionPlan:
     """The plan of a checked call.
@@ -96,10 +99,13 @@ def make_plan(
     return AttentionPlan(
         request=request,
         device=device,
-        forward=_pass(backend, request, facts, 2 * (request.H + request.Hv), _forward_bytes(request, operands)),
+        forward=_pass(
+            "forward", backend, request, facts, 2 * (request.H + request.Hv), _forward_bytes(request, operands)
+        ),
         # Products: the scores again, G_V, G_P, G_Q and G_K (eq. 33.6 to 33.8).
         backward=_pass(
-            gradient, request, facts, 2 * (3 * request.H + 2 * request.Hv), _backward_bytes(request, operands)
+            *("backward", gradient, request, facts),
+            *(2 * (3 * request.H + 2 * request.Hv), _backward_bytes(request, operands)),
         ),
         rejected={name: reasons for name, reasons in refusals.items() if reasons},
         copies={**(_copies(given) if backend.row_major else {}), **backend.copies(request)},
@@ -119,10 +125,16 @@ def visible_pairs(request: AttentionRequest) -> int:
 
 
 def _pass(
-    backend: Backend, request: AttentionRequest, facts: DeviceFacts | None, flops_a_pair: int, moved: int
+    direction: str,
+    backend: Backend,
+    request: AttentionRequest,
+    facts: DeviceFacts | None,
+    flops_a_pair: int,
+    moved: int,
 ) -> Pass:
     flops = request.B * request.N * visible_pairs(request) * flops_a_pair
-    return Pass(backend.name, backend.config(request), flops, moved, _roofline(request, facts, flops, moved))
+    bound, source = _roofline(request, facts, flops, moved), backend.sources(request).get(direction, "")
+    return Pass(backend.name, backend.config(request), flops, moved, bound, source)
 
 
 def _roofline(request: AttentionRequest, facts: DeviceFacts | None, flops: int, moved: int) -> float | None:
@@ -163,6 +175,7 @@ def _copies(given: Mapping[str, Any]) -> dict[str, int]:
 
 def _row(name: str, one: Pass) -> tuple[str, ...]:
     config = " ".join(f"{key}={value}" for key, value in one.config.items()) or "-"
+    config += f" ({one.source})" if one.source else ""
     seconds = one.lower_bound_seconds
     time = "unknown device" if seconds is None else f"{seconds * 1e6:.3g} us"
     return name, one.implementation, config, f"{one.flops:.4g}", f"{one.bytes:,}", time

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 from flashspec import checks
 from flashspec.attention.dropout import AXES, Dropout, make_dropout
+from flashspec.attention.settings import Hopper
 from flashspec.checks import fail
 from flashspec.masks import Mask, Positions, Window, make_mask
 from flashspec.online_softmax import stats_dtype
@@ -44,6 +45,8 @@ class AttentionRequest:
       statistics: whether (m, l, u) is asked for in place of an output.
       platform: "cpu", "cuda", "rocm" or "tpu".
       compute_capability: of a CUDA GPU, such as "9.0"; None elsewhere and where it is not known.
+      device_kind: such as "NVIDIA H200", whose tuned settings and facts are used; None where it is not known.
+      settings: launch settings that the caller gave; None where there are none.
       partitioned: operand axes that are split over devices and may not be.
       head_shards: into how many parts devices split the query heads, where that is visible.
     """
@@ -67,6 +70,8 @@ class AttentionRequest:
     statistics: bool = False
     platform: str = "cpu"
     compute_capability: str | None = None
+    device_kind: str | None = None
+    settings: Hopper | None = None
     partitioned: tuple[str, ...] = ()
     head_shards: int = 1
 
@@ -122,13 +127,15 @@ def make_request(
     statistics: bool = False,
     platform: str = "cpu",
     compute_capability: str | None = None,
+    device_kind: str | None = None,
+    settings: Hopper | None = None,
     partitioned: tuple[str, ...] = (),
 ) -> tuple[AttentionRequest, AttentionOperands]:
     """Check the arguments of `dot_product_attention` and bring them into the form that backends take.
 
     Args:
       query, key, value: [B, T, N, H], [B, S, K, H], [B, S, K, Hv].
-      statistics, platform, compute_capability, partitioned: as in `AttentionRequest`.
+      statistics, platform, compute_capability, device_kind, settings, partitioned: as in `AttentionRequest`.
       The others are those of `dot_product_attention`.
 
     Returns:
@@ -188,6 +195,8 @@ def make_request(
         statistics=statistics,
         platform=platform,
         compute_capability=compute_capability,
+        device_kind=device_kind,
+        settings=settings,
         partitioned=partitioned,
         head_shards=shards(query, 2),
     )

@@ -77,6 +77,7 @@ def backward(
     mask: AttentionMask,
     scale: float,
     soft_cap: float | None = None,
+    deterministic: bool = False,
     config: Any,
 ) -> tuple[Array, Array, Array]:
     """As `pallas_kernels.gpu.hopper.attention_backward.attention_backward`."""

@@ -32,6 +32,12 @@ def test_refusals(options: dict[str, Any], reason: str) -> None:
     assert plan.forward.implementation != "hopper"
 
 
+def test_a_call_without_pairs_has_a_plan() -> None:
+    for T, S in ((0, 8), (8, 0)):
+        shapes = (jax.ShapeDtypeStruct((2, n, 4, 64), jnp.bfloat16) for n in (T, S, S))
+        assert plan_attention(*shapes, device="NVIDIA H200").forward.implementation == "hopper"
+
+
 def test_the_plan_counts_copies() -> None:
     def copies(T: int, H: int, **options: Any) -> dict[str, int]:
         shape = jax.ShapeDtypeStruct((2, T, 4, H), jnp.bfloat16)
@@ -43,7 +49,9 @@ def test_the_plan_counts_copies() -> None:
     assert set(copies(24, 64, kv_lengths=lengths)) == {"query", "key", "value"}
 
 
-def test_the_plan_names_another_backward_for_wide_heads() -> None:
-    shape = jax.ShapeDtypeStruct((1, 24, 2, 136), jnp.bfloat16)
+def test_the_backward_of_wide_heads_pads_more_and_says_so() -> None:
+    shape = jax.ShapeDtypeStruct((1, 24, 2, 192), jnp.bfloat16)
     plan = plan_attention(shape, shape, shape, device="NVIDIA H200")
-    assert (plan.forward.implementation, plan.backward.implementation) == ("hopper", "blockwise")
+    assert (plan.forward.implementation, plan.backward.implementation) == ("hopper", "hopper")
+    padded = {f"{name} of the backward": 24 * 2 * 256 * 2 for name in ("query", "key", "value", "output")}
+    assert plan.copies == padded

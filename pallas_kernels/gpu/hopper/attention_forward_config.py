@@ -108,7 +108,7 @@ def heuristic(shape: AttentionShape, statistics: bool = False, programs: int = 1
       programs: multiprocessors of the device.
     """
     wide = max(shape.H, shape.Hv) > 128
-    heads = SECTION // (shape.S * (shape.H + shape.Hv) * 2)
+    heads = SECTION // max(1, shape.S * (shape.H + shape.Hv) * 2)
     small = ForwardConfig(
         block_kv=64 if wide or statistics else 128,
         stages=2,
