@@ -4,6 +4,7 @@ from flashspec.cache.base import Cache
 from flashspec.cache.dense import DenseCache, dense_cache
 from flashspec.cache.operations import append, cache_bytes, rollback, view
 from flashspec.cache.paged import PagedCache, paged_cache
+from flashspec.cache.rows import replace_rows
 from flashspec.cache.window import WindowCache, window_cache
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "cache_bytes",
     "dense_cache",
     "paged_cache",
+    "replace_rows",
     "rollback",
     "view",
     "window_cache",

@@ -11,6 +11,7 @@ from flashspec.speculative.formulas import (
 )
 from flashspec.speculative.loop import run, speculative_trace
 from flashspec.speculative.rounds import round_step
+from flashspec.speculative.slots import admit, vacant
 from flashspec.speculative.start import init_state
 from flashspec.speculative.state import LENGTH, RUNNING, STOP, Draws, RoundInfo, Settings, State, Totals
 
@@ -32,6 +33,7 @@ __all__ = [
     "Verdict",
     "acceptance_probability",
     "acceptance_rate",
+    "admit",
     "check_distributions",
     "init_state",
     "output_law",
@@ -39,6 +41,7 @@ __all__ = [
     "round_step",
     "run",
     "speculative_trace",
+    "vacant",
     "verify_chain",
     "verify_greedy",
     "verify_match",
