@@ -166,5 +166,5 @@ def test_the_default_is_our_kernel_and_the_program_holds_it():
     assert scope("hopper") in text
     assert scope("blockwise") not in text
     slope = jax.jit(jax.grad(lambda q: jnp.sum(decode_attention(q, view).astype(jnp.float32))))(q)
-    want = jax.grad(lambda q: jnp.sum(blockwise(q, view)[0].astype(jnp.float32)))(q)
+    want = jax.jit(jax.grad(lambda q: jnp.sum(blockwise(q, view)[0].astype(jnp.float32))))(q)
     np.testing.assert_array_equal(np.asarray(slope, np.float32), np.asarray(want, np.float32))

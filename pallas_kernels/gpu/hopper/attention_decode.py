@@ -1,7 +1,8 @@
 """Attention of a few new tokens over a long cache on Hopper: the cache is read once, at the speed of memory.
 
-Every program takes an equal share of the blocks of the cache (`attention_decode_work`). The statistics m, l and u (base
-2, float32) of each part go to memory, and a second, small kernel merges them (`attention_decode_merge`).
+Every program takes an equal share of the blocks of the cache (`attention_decode_work`). Where a whole row lies in one
+share, its program finishes it. The statistics m, l and u (base 2, float32) of all other parts go to memory, and a
+second, small kernel merges them (`attention_decode_merge`).
 
 A program is one warpgroup for each 64 packed rows. The first one also starts the copies of blocks ahead of their use,
 so that all threads compute and their registers suffice for large blocks.
@@ -18,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.hopper.attention_decode_config import NOWHERE, TILE, DecodeCall, DecodeOperands, DecodeShape
-from pallas_kernels.gpu.hopper.attention_decode_merge import merge_parts
-from pallas_kernels.gpu.hopper.attention_decode_work import Place, Work, div, most_parts, rem
+from pallas_kernels.gpu.hopper.attention_decode_merge import finish, merge_parts
+from pallas_kernels.gpu.hopper.attention_decode_work import Place, Work, div, parts_of_a_head, programs_of_a_head, rem
 from pallas_kernels.launch import cdiv
 
 LOG2E = math.log2(math.e)
@@ -38,14 +39,15 @@ def decode(call: DecodeCall, operands: DecodeOperands) -> tuple[Array, ...]:
       [B, T, N] and u [B, T, N, H], float32, natural log. A row without a key has output 0 and lse -inf.
     """
     shape, config = call.shape, call.config
-    given = {name: x for name, x in operands._asdict().items() if x is not None and name != "sinks"}
+    given = {name: x for name, x in operands._asdict().items() if x is not None}
+    if not call.finishes:
+        given.pop("sinks", None)
     given["query"] = _grouped(shape, operands.query)
     if call.is_ring:
         padding = cdiv(shape.S, config.block_keys) * config.block_keys - shape.S
         given["positions"] = jnp.pad(given["positions"], ((0, 0), (0, padding)), constant_values=NOWHERE)
-    parts, pairs = most_parts(call), shape.B * shape.K
-    rows = shape.tiles * TILE
-    results = plgpu.kernel(
+    parts, pairs, rows = shape.K * parts_of_a_head(call), shape.B * shape.K, shape.tiles * TILE
+    statistics_and_outputs = plgpu.kernel(
         functools.partial(_kernel, call, tuple(given)),
         out_type=(
             jax.ShapeDtypeStruct((parts, rows), jnp.float32),
@@ -53,15 +55,31 @@ def decode(call: DecodeCall, operands: DecodeOperands) -> tuple[Array, ...]:
             jax.ShapeDtypeStruct((parts, rows if shape.tiles > 1 else shape.rows, shape.H), jnp.float32),
             jax.ShapeDtypeStruct((pairs,), jnp.int32),
             jax.ShapeDtypeStruct((pairs,), jnp.int32),
+            *([jax.ShapeDtypeStruct(operands.query.shape, operands.query.dtype)] if call.finishes else []),
+            *([jax.ShapeDtypeStruct((pairs, rows), jnp.float32)] if call.finishes else []),
         ),
         scratch_types=_scratch(call, operands.query.dtype),
-        grid=(config.programs,),
+        grid=(shape.K * programs_of_a_head(call),),
         grid_names=("program",),
         num_threads=shape.tiles,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(*given.values())
-    return merge_parts(call, results, operands.real, operands.sinks, operands.query.dtype)
+    results = _Results(*statistics_and_outputs)
+    finished = (results.output, results.lse) if call.finishes else ()
+    return merge_parts(call, results[:5], finished, operands.real, operands.sinks, operands.query.dtype)
+
+
+class _Results(NamedTuple):
+    """What the kernel writes: statistics of the parts, where those of each pair are, and outputs of whole rows."""
+
+    m: Any
+    l: Any
+    u: Any
+    first: Any
+    end: Any
+    output: Any = None
+    lse: Any = None
 
 
 def _grouped(shape: DecodeShape, query: Array) -> Array:
@@ -76,12 +94,13 @@ def _grouped(shape: DecodeShape, query: Array) -> Array:
 class _Scratch(NamedTuple):
     """What a program keeps in shared memory."""
 
-    query_or_sums: Any  # the query of a part, and after its last block u, half its columns at a time
+    query_or_sums: Any  # the query of a part; after its last block u, half its columns at a time; or the output
     key: Any  # [stages, block_keys, H]
     value: Any
     query_ready: Any  # barriers
     query_read: Any
     sums_stored: Any
+    rows_finished: Any
     values_hidden: Any
     key_ready: Any
     value_ready: Any
@@ -97,10 +116,12 @@ def _scratch(call: DecodeCall, dtype: Any) -> _Scratch:
         plgpu.RefUnion(
             plgpu.SMEM((rows, shape.H), dtype, transforms=transforms),
             plgpu.SMEM((rows, shape.H // 2), jnp.float32),
+            plgpu.SMEM((rows, shape.H), dtype),
         ),
         plgpu.SMEM(blocks, dtype, transforms=transforms),
         plgpu.SMEM(blocks, dtype, transforms=transforms),
         plgpu.Barrier(num_arrivals=shape.groups),
+        plgpu.Barrier(num_arrivals=shape.tiles),
         plgpu.Barrier(num_arrivals=shape.tiles),
         plgpu.Barrier(num_arrivals=shape.tiles),
         plgpu.Barrier(num_arrivals=shape.tiles),
@@ -117,9 +138,13 @@ def _piece(call: DecodeCall) -> int:
 
 
 def _kernel(call: DecodeCall, names: tuple[str, ...], *refs: Any) -> None:
-    """Statistics of every part: m, l [parts, rows] and u [parts, rows, H]; first and last + 1 part of every pair."""
+    """Statistics of every part: m, l [parts, rows] and u [parts, rows, H]; first and last + 1 part of every pair.
+
+    A part that is a whole row is finished instead, and the pair has no parts.
+    """
     given = dict(zip(names, refs, strict=False))
     outputs, scratch = refs[len(names) : -len(_Scratch._fields)], _Scratch(*refs[-len(_Scratch._fields) :])
+    results = _Results(*outputs)
     work = Work(call, given["length"], given.get("real"))
     program, group = lax.axis_index("program"), lax.axis_index("group")
     share = work.share(program)
@@ -134,8 +159,11 @@ def _kernel(call: DecodeCall, names: tuple[str, ...], *refs: Any) -> None:
         rows = _Rows(call, given, work, place, group)
         m, l, u, ahead = _attend(rows, scratch, copies, done, blocks, ahead)
         copies.release_query()
-        _store(outputs, scratch, call, group, share.part + index, m, l, u)
-        pl.when(group == 0)(lambda: _note_parts(outputs, call, place, blocks, share.part + index))
+        number, whole = share.part + index, _is_whole(call, place, blocks)
+        if call.finishes:
+            pl.when(whole)(lambda: _finish(results, scratch, rows, m, l, u))
+        pl.when(~whole)(lambda: _store(results, scratch, call, group, number, m, l, u))
+        pl.when(group == 0)(lambda: _note_parts(results, call, place, blocks, number))
         copies.query(following, index, done + blocks)
         return done + blocks, index + 1, following, ahead
 
@@ -158,7 +186,7 @@ class _Copies(NamedTuple):
     def query(self, place: Place, index: Array | None, done: Array) -> None:
         """Start the copy of a part's packed query rows; before it come `done` blocks and part `index`, if any."""
         shape, scratch = self.call.shape, self.scratch
-        target, _ = scratch.query_or_sums
+        target, *_ = scratch.query_or_sums
         if shape.tiles > 1 and index is not None:
             plgpu.barrier_arrive(scratch.sums_stored)
 
@@ -242,9 +270,9 @@ class _Rows:
         self.call, self.given, self.work, self.place, self.group = call, given, work, place, group
         self.length = work.length[place.b]
         self.first_new = self.length - work.real_tokens(place.b)
-        row = group * TILE + plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=ROW)
+        self.row = group * TILE + plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=ROW)
         stride = call.shape.stride
-        self.token = div(row, stride) if call.shape.heads_inside else rem(row, stride)
+        self.token = div(self.row, stride) if call.shape.heads_inside else rem(self.row, stride)
         if call.is_tree:
             self.ancestors, self.oldest = (self._of_tokens(given[name]) for name in ("ancestors", "oldest"))
 
@@ -253,6 +281,16 @@ class _Rows:
         x = jnp.zeros_like(self.token)
         for t in range(self.call.shape.T):
             x = jnp.where(self.token == t, ref[self.place.b, t], x)
+        return x
+
+    def sinks(self) -> Array | None:
+        """The sink of each row in base 2, if there are any."""
+        if "sinks" not in self.given:
+            return None
+        shape, x = self.call.shape, jnp.zeros(self.row.shape, jnp.float32)
+        head = rem(self.row, shape.stride) if shape.heads_inside else div(self.row, shape.stride)
+        for g in range(shape.G):
+            x = jnp.where(head == g, self.given["sinks"][self.place.k * shape.G + g] * LOG2E, x)
         return x
 
     def positions(self, start: Array, size: int, layout: Any) -> Array:
@@ -316,7 +354,7 @@ def _attend(rows: _Rows, scratch: _Scratch, copies: _Copies, done: Array, blocks
     call, place = rows.call, rows.place
     keys, H = call.config.block_keys, call.shape.H
     mine = pl.ds(pl.multiple_of(rows.group * TILE, TILE), TILE)
-    query, _ = scratch.query_or_sums
+    query, *_ = scratch.query_or_sums
 
     def step(i: Array, carry: Any) -> Any:
         m, l, u, ahead = carry
@@ -365,33 +403,61 @@ def _base_2(call: DecodeCall, products: Array) -> Array:
     return (1 - 2 / (1 + twice)) * (call.soft_cap * LOG2E)
 
 
+def _is_whole(call: DecodeCall, place: Place, blocks: Array) -> Array:
+    """Whether a part is a whole row that its program finishes."""
+    return (place.block == 0) & (blocks == place.blocks) & call.finishes
+
+
+def _finish(results: _Results, scratch: _Scratch, rows: _Rows, m: Array, l: Array, u: Array) -> None:
+    """Write outputs and log-normalisers of a whole row. The query's memory takes the outputs."""
+    shape, place, group = rows.call.shape, rows.place, rows.group
+    *_, finished = scratch.query_or_sums
+    mine = pl.ds(pl.multiple_of(group * TILE, TILE), TILE)
+    seen = (rows.token < rows.work.real_tokens(place.b)) & (l != 0)  # true for NaN, which is to be seen
+    factor, (lse,) = finish(m, l, seen, rows.sinks())
+    results.lse.at[place.b * shape.K + place.k, mine][...] = lse
+    factor = _across(factor, u.shape)
+    finished.at[mine][...] = jnp.where(factor != 0, u * factor, 0.0).astype(finished.dtype)
+    plgpu.commit_smem()
+    if shape.tiles > 1:
+        plgpu.barrier_arrive(scratch.rows_finished)
+        plgpu.barrier_wait(scratch.rows_finished)
+
+    @pl.when(group == 0)
+    def _copy() -> None:
+        heads = pl.ds(place.k * shape.G, shape.G)
+        for i in range(shape.groups):
+            at, size = ((i, heads), shape.G) if shape.heads_inside else ((slice(None), place.k * shape.G + i), shape.T)
+            plgpu.copy_smem_to_gmem(finished.at[pl.ds(i * shape.stride, size)], results.output.at[(place.b, *at)])
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
 def _store(
-    outputs: Any, scratch: _Scratch, call: DecodeCall, group: Array, part: Array, m: Array, l: Array, u: Array
+    results: _Results, scratch: _Scratch, call: DecodeCall, group: Array, part: Array, m: Array, l: Array, u: Array
 ) -> None:
     """Write the statistics of a part. The query has been read for the last time: its memory takes u."""
-    m_out, l_out, u_out, *_ = outputs
-    _, sums = scratch.query_or_sums
+    _, sums, _ = scratch.query_or_sums
     half = call.shape.H // 2
     origin = pl.multiple_of(group * TILE, TILE)
     mine, stored = pl.ds(origin, TILE), pl.ds(origin, min(call.shape.rows, TILE))
-    m_out.at[part, mine][...] = m
-    l_out.at[part, mine][...] = l
+    results.m.at[part, mine][...] = m
+    results.l.at[part, mine][...] = l
     for start in (0, half):
         sums.at[mine][...] = lax.slice(u, (0, start), (TILE, start + half))
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(sums.at[stored], u_out.at[part, stored, pl.ds(start, half)])
+        plgpu.copy_smem_to_gmem(sums.at[stored], results.u.at[part, stored, pl.ds(start, half)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _note_parts(outputs: Any, call: DecodeCall, place: Place, blocks: Array, part: Array) -> None:
-    """Write which parts a pair has, once from its first one and once from its last one."""
-    *_, first_out, end_out = outputs
+def _note_parts(results: _Results, call: DecodeCall, place: Place, blocks: Array, part: Array) -> None:
+    """Write which parts a pair has, once from its first one and once from its last one; a whole row has none."""
     pair = place.b * call.shape.K + place.k
 
     @pl.when(place.block == 0)
     def _begins() -> None:
-        first_out[pair] = part
+        results.first[pair] = part
 
     @pl.when(place.block + blocks == place.blocks)
     def _ends() -> None:
-        end_out[pair] = part + 1
+        results.end[pair] = jnp.where(_is_whole(call, place, blocks), part, part + 1)

@@ -13,6 +13,7 @@ from jax import Array
 from pallas_kernels.launch import cdiv, round_up
 
 TILE = 64  # rows of one warpgroup's matrix product
+LANES = 128  # threads of a warpgroup
 MAX_ROWS = 256
 HEAD_SIZES = (64, 128, 256)
 PAGE_MULTIPLE = 16
@@ -151,6 +152,11 @@ class DecodeCall(NamedTuple):
     statistics: bool = False
     is_tree: bool = False
     is_ring: bool = False
+
+    @property
+    def finishes(self) -> bool:
+        """Whether a program that holds a whole row writes its output; vectors of two heads are merged packed."""
+        return not self.statistics and self.shape.H >= LANES
 
 
 def shared_bytes(shape: DecodeShape, config: DecodeConfig) -> int:

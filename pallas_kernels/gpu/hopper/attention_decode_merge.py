@@ -15,22 +15,27 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu.hopper.attention_decode_config import DecodeCall, DecodeShape
+from pallas_kernels.gpu.hopper.attention_decode_config import LANES, DecodeCall, DecodeShape
 from pallas_kernels.gpu.hopper.attention_decode_work import div, rem
 from pallas_kernels.launch import cdiv
 
 LOG2E = math.log2(math.e)
-LANES = 128  # threads of a program
 
 
 def merge_parts(
-    call: DecodeCall, parts: Sequence[Array], real: Array | None, sinks: Array | None, dtype: Any
+    call: DecodeCall,
+    parts: Sequence[Array],
+    finished: Sequence[Array],
+    real: Array | None,
+    sinks: Array | None,
+    dtype: Any,
 ) -> tuple[Array, ...]:
     """Merge, and finalise unless the call is for statistics.
 
     Args:
       call: what is static.
       parts: m, l [parts, rows], u [parts, rows, H]; first and last + 1 part [B * K] of every pair.
+      finished: output [B, T, N, H] and lse [B * K, rows], right where a pair has no parts; empty where all have some.
       real: [B] int32, tokens that are real; None for all.
       sinks: [N] float32, or None.
       dtype: of the output.
@@ -42,25 +47,24 @@ def merge_parts(
     m, l, u, first, end = parts
     given = {"m": m, "l": l, "u": u.reshape(u.shape[0], -1), "first": first, "end": end, "real": real, "sinks": sinks}
     given = {name: x for name, x in given.items() if x is not None}
-    heads, packed = (shape.B, shape.T, shape.N), (shape.B * shape.K, shape.rows * shape.H)
     per_vector, vectors, _ = _sizes(call)
     rows = shape.rows if per_vector > 1 else shape.T * shape.G
-    numbers = [jax.ShapeDtypeStruct(heads, jnp.float32)] * (2 if call.statistics else 1)
-    output, *numbers = plgpu.kernel(
-        functools.partial(_kernel, call, tuple(given)),
-        out_type=(
-            jax.ShapeDtypeStruct(
-                packed if per_vector > 1 else (*heads, shape.H), jnp.float32 if call.statistics else dtype
-            ),
-            *numbers,
-        ),
+    numbers = [jax.ShapeDtypeStruct((shape.B * shape.K, m.shape[1]), jnp.float32)] * (2 if call.statistics else 1)
+    output = (shape.B * shape.K, shape.rows * shape.H) if per_vector > 1 else (shape.B, shape.T, shape.N, shape.H)
+    fresh = [jax.ShapeDtypeStruct(output, jnp.float32 if call.statistics else dtype), *numbers]
+    targets = [jax.new_ref(x) for x in finished] if call.finishes else []
+    merged = plgpu.kernel(
+        functools.partial(_kernel, call, tuple(given), targets),
+        out_type=() if call.finishes else fresh,
         grid=(shape.B * shape.K, cdiv(rows, per_vector * vectors)),
         grid_names=("pair", "rows"),
         num_threads=1,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*given.values())
-    output = _unpack(shape, output) if per_vector > 1 else output
+    output, *numbers = [jax.freeze(target) for target in targets] if call.finishes else merged
+    output = _unpack(shape, output, shape.H) if per_vector > 1 else output
+    numbers = [_unpack(shape, x[:, : shape.rows], 1)[..., 0] for x in numbers]
     return (*numbers, output) if call.statistics else (output, *numbers)
 
 
@@ -77,10 +81,18 @@ def _sizes(call: DecodeCall) -> tuple[int, int, int]:
     return per_vector, vectors, at_once
 
 
-def _kernel(call: DecodeCall, names: tuple[str, ...], *refs: Any) -> None:
-    given, outputs = dict(zip(names, refs, strict=False)), refs[len(names) :]
-    shape = call.shape
-    pair, chunk = lax.axis_index("pair"), lax.axis_index("rows")
+def _kernel(call: DecodeCall, names: tuple[str, ...], targets: Sequence[Any], *refs: Any) -> None:
+    given, outputs = dict(zip(names, refs, strict=False)), targets or refs[len(names) :]
+    pair = lax.axis_index("pair")
+
+    @pl.when(given["first"][pair] < given["end"][pair])
+    def _() -> None:
+        _merge(call, given, outputs, pair)
+
+
+def _merge(call: DecodeCall, given: dict[str, Any], outputs: Sequence[Any], pair: Array) -> None:
+    """Write what some rows of a pair come to."""
+    shape, chunk = call.shape, lax.axis_index("rows")
     b, k = div(pair, shape.K), rem(pair, shape.K)
     per_vector, vectors, _ = _sizes(call)
     index = [chunk * (per_vector * vectors) + i for i in range(per_vector * vectors)]
@@ -90,18 +102,18 @@ def _kernel(call: DecodeCall, names: tuple[str, ...], *refs: Any) -> None:
 
     real = jnp.int32(shape.T) if "real" not in given else given["real"][b]
     factors = []
-    for row_m, row_l, (t, g) in zip(m, l, places, strict=True):
+    for row, row_m, row_l, (t, g) in zip(rows, m, l, places, strict=True):
         inside = (t < shape.T) & (g < shape.G)
         head = k * shape.G + jnp.minimum(g, shape.G - 1)
         seen = (t < real) & (row_l != 0)  # true for NaN, which is to be seen
         sink = given["sinks"][head] * LOG2E if "sinks" in given else None
-        factor, numbers = _statistics(row_m, row_l, seen) if call.statistics else _finish(row_m, row_l, seen, sink)
+        factor, numbers = _statistics(row_m, row_l, seen) if call.statistics else finish(row_m, row_l, seen, sink)
         factors.append(factor)
 
         @pl.when(inside)
-        def _(t: Array = t, head: Array = head, numbers: tuple[Array, ...] = numbers) -> None:
+        def _(row: Array = row, numbers: tuple[Array, ...] = numbers) -> None:
             for ref, number in zip(outputs[1:], numbers, strict=True):
-                ref[b, t, head] = number
+                ref[pair, row] = number
 
     for v in range(vectors):
         mine = _spread(call, factors[v * per_vector : (v + 1) * per_vector])
@@ -187,7 +199,7 @@ def _statistics(m: Array, l: Array, seen: Array) -> tuple[Array, tuple[Array, ..
     return jnp.where(seen, 1.0, 0.0), (jnp.where(seen, m / LOG2E, -jnp.inf), jnp.where(seen, l, 0.0))
 
 
-def _finish(m: Array, l: Array, seen: Array, sink: Array | None) -> tuple[Array, tuple[Array, ...]]:
+def finish(m: Array, l: Array, seen: Array, sink: Array | None) -> tuple[Array, tuple[Array, ...]]:
     """What u is multiplied by, and the log-normaliser; a sink (base 2) is one more key whose value is 0."""
     shift = top = _finite(m)
     total, some = jnp.where(seen, l, 0.0), seen
@@ -200,11 +212,11 @@ def _finish(m: Array, l: Array, seen: Array, sink: Array | None) -> tuple[Array,
     return jnp.where(seen, jnp.exp2(shift - top) / total, 0.0), (lse,)
 
 
-def _unpack(shape: DecodeShape, packed: Array) -> Array:
-    """Packed rows [B * K, rows * H] as [B, T, N, H]."""
-    rows = packed.reshape(shape.B, shape.K, shape.groups, shape.stride, shape.H)
+def _unpack(shape: DecodeShape, packed: Array, size: int) -> Array:
+    """Packed rows [B * K, rows * size] as [B, T, N, size]."""
+    rows = packed.reshape(shape.B, shape.K, shape.groups, shape.stride, size)
     if shape.heads_inside:
         rows = jnp.moveaxis(rows[:, :, :, : shape.G], 1, 2)
     else:
         rows = jnp.transpose(rows[:, :, :, : shape.T], (0, 3, 1, 2, 4))
-    return rows.reshape(shape.B, shape.T, shape.N, shape.H)
+    return rows.reshape(shape.B, shape.T, shape.N, size)

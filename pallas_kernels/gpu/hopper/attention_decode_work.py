@@ -1,9 +1,11 @@
 """How the blocks of a cache are shared out among the programs of the decode kernel, from the actual lengths.
 
-All blocks of all (batch row, key/value head) pairs lie in one line, which is cut into units, and every program takes
-as many neighbouring ones. Where all rows are as long, a unit is an equal part of a pair, or a whole pair, so that as
-few pairs as possible have to be put together again. Rows of different lengths are cut wherever a program's share ends:
-a unit is a block then, and the blocks of a pair that fall into one program are one part.
+Every program stays within one key/value head. The blocks of all batch rows lie in one line, which is cut into as many
+equal shares as there are programs for a head. Programs of different heads take the same share at the same time: a
+position holds all heads side by side in memory, so that what they read together lies together.
+
+The blocks of a row that fall into one share are one part, whose statistics are merged with those of its other parts; or
+a part has a given number of blocks, counted from the start of its row, whatever else is in the batch.
 """
 
 from collections.abc import Callable
@@ -19,13 +21,13 @@ ROWS_AT_ONCE = 16  # rows whose lengths are read together
 
 
 class Place(NamedTuple):
-    """A block: its batch row, head, index within the pair, and what the row's blocks are."""
+    """A block: its batch row, head, index within the row, and what the row's blocks are."""
 
     b: Array
     k: Array
     block: Array
     first: Array  # the row's first block, counted from slot 0
-    blocks: Array  # of one pair of the row
+    blocks: Array  # of the row
 
 
 class Share(NamedTuple):
@@ -34,19 +36,19 @@ class Share(NamedTuple):
     Args:
       start: its first block.
       blocks: how many it takes.
-      unit: blocks of a unit that is a part of its own; 0 where parts end with a pair or the share.
-      part: number of its first part; parts of its own follow, others are numbered by pair beyond that.
+      unit: blocks of a part; None where parts end with a row or the share.
+      part: number of its first part; the others follow.
     """
 
     start: Place
     blocks: Array
-    unit: Array
+    unit: int | None
     part: Array
 
     def run(self, place: Place, done: Array) -> Array:
         """Blocks of the part that begins at a place, after `done` blocks of the share."""
-        rest = place.blocks - place.block
-        return jnp.minimum(rest, jnp.where(self.unit > 0, self.unit, self.blocks - done))
+        limit = self.blocks - done if self.unit is None else self.unit
+        return jnp.minimum(place.blocks - place.block, limit)
 
 
 def div(a: Array, b: Any) -> Array:
@@ -95,25 +97,36 @@ class Work(NamedTuple):
         return self.length[b] - self.real_tokens(b) - self.call.left - (1 if self.call.is_tree else 0)
 
     def after(self, place: Place, step: Array | int) -> Place:
-        """The place `step` blocks later, which is not past the beginning of the next pair."""
-        shape, block = self.call.shape, place.block + step
+        """The place `step` blocks later, which is not past the beginning of the next row."""
+        block = place.block + step
         ends = block >= place.blocks
-        k = jnp.where(ends, place.k + 1, place.k)
-        wraps = k >= shape.K
-        b = jnp.where(wraps, jnp.minimum(place.b + 1, shape.B - 1), place.b)
+        b = jnp.where(ends, jnp.minimum(place.b + 1, self.call.shape.B - 1), place.b)
         first, blocks = self.span(b)
-        return Place(b, jnp.where(wraps, 0, k), jnp.where(ends, 0, block), first, blocks)
+        return Place(b, place.k, jnp.where(ends, 0, block), first, blocks)
 
     def share(self, program: Array) -> Share:
         """What a program does."""
-        if self.call.split is not None:
-            return self._pinned(program, self.call.split)
-        if self.call.shape.B == 1:
-            return self._even(program)
-        return lax.cond(self._uniform(), lambda: self._even(program), lambda: self._cut(program))
+        K, split, per_head = self.call.shape.K, self.call.split, programs_of_a_head(self.call)
+        k, index = rem(program, K), div(program, K)
+        total = self._over_rows(lambda _, blocks, total: total + self._units(blocks), jnp.int32(0))
+        share = div(total + (per_head - 1), per_head)
+        if split is None:
+            share = jnp.maximum(share, self.call.config.least_blocks)
+        begin = jnp.minimum(index * share, total)
+        end = jnp.minimum(begin + share, total)
+        start, before = self._locate(k, begin)
+        part = k * parts_of_a_head(self.call)
+        if split is None:
+            return Share(start, end - begin, None, part + index + start.b)
+        return Share(start, self._locate(k, end)[1] - before, split, part + begin)
+
+    def _units(self, blocks: Array) -> Array:
+        """In how many pieces the blocks of a row are counted: one each, or parts of a given size."""
+        split = self.call.split
+        return blocks if split is None else div(blocks + (split - 1), split)
 
     def _over_rows(self, add: Callable[[Array, Array, Any], Any], start: Any) -> Any:
-        """Fold `add(row, blocks of a pair, carry)` over all rows, reading the lengths of some at once."""
+        """Fold `add(row, blocks of the row, carry)` over all rows, reading the lengths of some at once."""
         B, at_once = self.call.shape.B, min(self.call.shape.B, ROWS_AT_ONCE)
 
         def some(group: Array, carry: Any) -> Any:
@@ -125,90 +138,34 @@ class Work(NamedTuple):
 
         return lax.fori_loop(jnp.int32(0), jnp.int32(cdiv(B, at_once)), some, start)
 
-    def _uniform(self) -> Array:
-        """Whether all rows have equally many blocks, and an even cut keeps most programs busy."""
-        shape, config = self.call.shape, self.call.config
-        _, first = self.span(jnp.int32(0))
-        same = self._over_rows(lambda row, blocks, same: same & ((blocks == first) | (row >= shape.B)), jnp.bool_(True))
-        unit, per_program = self._even_unit(first)
-        used = div(shape.B * shape.K * div(first + unit - 1, unit) + (per_program - 1), per_program)
-        return same & ((8 * used >= 7 * config.programs) | (unit <= config.least_blocks))
-
-    def _even_unit(self, blocks: Array) -> tuple[Array, int]:
-        """Blocks of a unit where every pair has `blocks`, and units of a program."""
-        pairs, config = self.call.shape.B * self.call.shape.K, self.call.config
-        if pairs > config.programs:
-            return blocks, cdiv(pairs, config.programs)
-        parts = config.programs // pairs
-        return jnp.maximum(div(blocks + (parts - 1), parts), config.least_blocks), 1
-
-    def _even(self, program: Array) -> Share:
-        """Units of equal size, for rows of equal length."""
-        shape = self.call.shape
-        first, blocks = self.span(jnp.int32(0))
-        unit, per_program = self._even_unit(blocks)
-        units = div(blocks + unit - 1, unit)
-        total = shape.B * shape.K * units
-
-        def at(index: Array) -> tuple[Array, Array]:
-            pair = div(index, units)
-            return pair, jnp.minimum((index - pair * units) * unit, blocks)
-
-        begin = jnp.minimum(program * per_program, total)
-        pair, block = at(begin)
-        last_pair, last_block = at(jnp.minimum(begin + per_program, total))
-        start = Place(jnp.minimum(div(pair, shape.K), shape.B - 1), rem(pair, shape.K), block, first, blocks)
-        return Share(start, (last_pair - pair) * blocks + last_block - block, unit, begin)
-
-    def _cut(self, program: Array) -> Share:
-        """Equally many blocks for every program, wherever that ends."""
-        shape, config = self.call.shape, self.call.config
-        total = self._over_rows(lambda _, blocks, total: total + shape.K * blocks, jnp.int32(0))
-        share = jnp.maximum(div(total + (config.programs - 1), config.programs), config.least_blocks)
-        begin = jnp.minimum(program * share, total)
-        start, _ = self._locate(begin, 1)
-        part = program + start.b * shape.K + start.k
-        return Share(start, jnp.minimum(begin + share, total) - begin, jnp.int32(0), part)
-
-    def _pinned(self, program: Array, unit: int) -> Share:
-        """Units of a given size, counted from the start of each row."""
-        shape, config = self.call.shape, self.call.config
-
-        def add(_: Array, blocks: Array, total: Array) -> Array:
-            return total + shape.K * div(blocks + (unit - 1), unit)
-
-        total = self._over_rows(add, jnp.int32(0))
-        share = div(total + (config.programs - 1), config.programs)
-        begin = jnp.minimum(program * share, total)
-        start, before = self._locate(begin, unit)
-        _, end = self._locate(jnp.minimum(begin + share, total), unit)
-        return Share(start, end - before, jnp.int32(unit), begin)
-
-    def _locate(self, index: Array, unit: int) -> tuple[Place, Array]:
-        """Where a unit begins, and how many blocks lie before it; one past the last unit lies at head K."""
-        shape, zero = self.call.shape, jnp.int32(0)
+    def _locate(self, k: Array, index: Array) -> tuple[Place, Array]:
+        """Where piece `index` of a head's line begins, and how many blocks of the line lie before it."""
+        B, zero = self.call.shape.B, jnp.int32(0)
 
         def look(row: Array, blocks: Array, found: tuple[Array, ...]) -> tuple[Array, ...]:
             found_row, units_before, blocks_before = found
-            units = units_before + shape.K * div(blocks + (unit - 1), unit)
-            later = (found_row == row) & (index >= units) & (row < shape.B - 1)
+            units = units_before + self._units(blocks)
+            later = (found_row == row) & (index >= units) & (row < B - 1)
             return (
                 jnp.where(later, row + 1, found_row),
                 jnp.where(later, units, units_before),
-                jnp.where(later, blocks_before + shape.K * blocks, blocks_before),
+                jnp.where(later, blocks_before + blocks, blocks_before),
             )
 
         row, units_before, blocks_before = self._over_rows(look, (zero, zero, zero))
         first, blocks = self.span(row)
-        units = div(blocks + (unit - 1), unit)
-        k = div(index - units_before, units)
-        block = jnp.minimum((index - units_before - k * units) * unit, blocks)
-        return Place(row, k, block, first, blocks), blocks_before + k * blocks + block
+        block = jnp.minimum((index - units_before) * (self.call.split or 1), blocks)
+        return Place(row, k, block, first, blocks), blocks_before + block
 
 
-def most_parts(call: DecodeCall) -> int:
-    """How many parts there can be."""
-    shape, config = call.shape, call.config
+def programs_of_a_head(call: DecodeCall) -> int:
+    """How many programs share a head's line."""
+    return max(1, call.config.programs // call.shape.K)
+
+
+def parts_of_a_head(call: DecodeCall) -> int:
+    """How many parts there can be in a head's line."""
+    B, S = call.shape.B, call.shape.S
     if call.split is None:
-        return config.programs + shape.B * shape.K
-    return shape.B * shape.K * cdiv(cdiv(shape.S, config.block_keys), call.split)
+        return programs_of_a_head(call) + B
+    return B * cdiv(cdiv(S, call.config.block_keys), call.split)

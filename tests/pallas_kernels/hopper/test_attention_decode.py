@@ -17,23 +17,25 @@ from tests.attention import decode_twin
 from tests.mutants import mutant
 from tests.pallas_kernels.hopper.interpreter import interpreted
 
-CONFIG = DecodeConfig(block_keys=64, stages=2, programs=3, least_blocks=1, merge_loads=2)
+CONFIG = DecodeConfig(block_keys=64, stages=2, programs=6, least_blocks=1, merge_loads=2)
 SIZES = {"B": 2, "T": 2, "S": 128, "N": 4, "K": 2, "H": 64}
 TREE = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]])
 ANCESTORS = np.broadcast_to((TREE << np.arange(3)).sum(axis=1), (2, 3))
 
 # Sizes, facts of the call, and its arrays besides query, keys and values.
 CASES = {
+    "a whole row and one in parts": ({"H": 128}, {}, {"length": [70, 1], "sinks": [0.5, -1.0, 2.0, 0.0]}),
     "lengths": ({}, {}, {"length": [70, 0]}),
     "window": ({}, {"left": 20, "soft_cap": 2.0}, {"length": [120, 128], "sinks": [0.5, -1.0, 2.0, 0.0]}),
     "pages": ({"page": 48, "S": 144}, {}, {"length": [70, 144]}),
     "tree": ({"T": 3}, {"is_tree": True, "left": 30}, {"length": [120, 70], "ancestors": ANCESTORS,
                                                        "oldest": [[87, 88, 88], [37, 38, 38]]}),
     "two warpgroups": ({"T": 16, "N": 10}, {}, {"length": [120, 20], "real": [16, 5]}),
+    "finished by two warpgroups": ({"T": 16, "N": 10, "H": 128}, {}, {"length": [120, 20], "real": [16, 5]}),
     "parts of one block": ({}, {"split": 1}, {"length": [120, 70]}),
     "statistics": ({"H": 128, "T": 1}, {"statistics": True}, {"length": [120, 70]}),
 }  # fmt: skip
-QUICK = ("lengths", "tree")
+QUICK = ("a whole row and one in parts", "tree")
 
 
 def case_of(name):
@@ -77,13 +79,14 @@ def test_the_kernel_equals_its_twin(name):
     "edit",
     [
         ("seen = at <= _across(own, shape)", "seen = at < _across(own, shape)"),
+        ("(place.block == 0) & (blocks == place.blocks)", "(place.block == 0)"),
         pytest.param(("decay = jnp.exp2(old - shift)", "decay = jnp.exp2(old - old)"), marks=pytest.mark.slow),
         pytest.param(("at < self.length", "at <= self.length"), marks=pytest.mark.slow),
     ],
 )
 def test_a_wrong_kernel_is_noticed(edit):
     with pytest.raises(AssertionError):
-        check(case_of("lengths"), mutant(attention_decode, edit))
+        check(case_of("a whole row and one in parts"), mutant(attention_decode, edit))
 
 
 def test_rings_are_read_in_any_order():
