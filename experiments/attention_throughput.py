@@ -2,18 +2,18 @@
 
 import argparse
 import dataclasses
-import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from experiments import attention_peers
+from experiments.attention_cases import CLOSE, Case, distance, forward, gradients, operands, oracle, ours, part
 from experiments.harness import Job
-from flashspec.attention import dot_product_attention, plan_attention
+from flashspec.attention import AttentionPlan, Hopper, plan_attention
 from flashspec.measure import Interleaved, checked, compile_call, interleaved
 
 if TYPE_CHECKING:
@@ -21,36 +21,18 @@ if TYPE_CHECKING:
 
 QUESTION = "How fast is attention forward and backward, against the best of its peers on this device?"
 NEEDS = "a GPU or a TPU; the peers are optional (extra `peers`)"
-TIME = "5 minutes on an H200; the smoke run anywhere"
+TIME = "15 minutes on an H200 for all parts; the smoke run anywhere"
 
-OURS = "flashspec"
+OURS, DETERMINISTIC = "flashspec", "deterministic"
 FORWARD_BAR, FORWARD_MEAN = 0.99, 1.03
 TRAINING_BAR, TRAINING_MEAN = 0.99, 1.02
-CLOSE = 1e-2  # relative distance of a result in bfloat16 from one in float32
+DETERMINISTIC_BAR = 0.80
+WINDOW_BAR = 1 / 5  # of the time of the full causal call
+LINEAR = 1.1  # by how much memory for one more token may grow with T
+WORK = {"forward": 1.0, "training": 3.5}  # in products of the forward: 2 of 2, 7 of 2
+PARTS = ("forward", "training", "packed", "growth", "memory")
 
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One call: sizes (see `flashspec.dims`), and what hides pairs."""
-
-    B: int
-    T: int
-    N: int
-    K: int
-    H: int
-    is_causal: bool = False
-    window: tuple[int, int] | None = None
-
-    def __str__(self) -> str:
-        heads = f"N{self.N}" if self.N == self.K else f"N{self.N} K{self.K}"
-        rule = "causal" if self.is_causal else "full"
-        return f"B{self.B} T{self.T} {heads} H{self.H} {rule}" + (f" window {self.window}" if self.window else "")
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"is_causal": self.is_causal, "window": self.window}
-
-
+LONG, WINDOW = Case(1, 16384, 16, 16, 128, True), Case(1, 16384, 16, 16, 128, True, (1023, 0))
 GRID = (
     *(Case(16, 1024, 16, 16, 128, causal) for causal in (False, True)),
     *(Case(4, 4096, 16, 16, 128, causal) for causal in (False, True)),
@@ -58,65 +40,78 @@ GRID = (
     *(Case(4, 4096, 32, 8, 128, causal) for causal in (False, True)),
     Case(4, 4096, 32, 32, 64, True),
     Case(4, 4096, 8, 8, 256, True),
-    Case(1, 16384, 16, 16, 128, True, (1023, 0)),
+    WINDOW,
 )
 TRAINING = tuple(case for case in GRID if case.T > 1024 and case.window is None)
-SMOKE = (Case(1, 32, 2, 1, 16, True),)
+DOCUMENTS = (512, 1024, 3072, 256, 4096, 2048, 1280, 4096)
+PACKED = (dataclasses.replace(LONG, documents=DOCUMENTS),)
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
+GROWTH = tuple(Case(LENGTHS[-1] // T, T, 16, 16, 128, causal) for causal in (False, True) for T in LENGTHS)
+SMOKE = {
+    "forward": (Case(1, 32, 2, 1, 16, True),),
+    "training": (Case(1, 32, 2, 1, 16, True),),
+    "packed": (Case(1, 32, 2, 1, 16, True, documents=(12, 20)),),
+    "growth": tuple(Case(64 // T, T, 1, 1, 16, True) for T in (32, 64)),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=9, help="timed calls of each implementation, in turn")
-    parser.add_argument("--passes", choices=("forward", "training", "both"), default="both")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="of the experiment (default: all)")
 
 
 def run(job: Job) -> None:
-    """Time both directions over the grid."""
-    if job.args.passes != "training":
-        _table(job, "forward", SMOKE if job.smoke else GRID, forward, 1.0, (FORWARD_BAR, FORWARD_MEAN))
-    if job.args.passes != "forward":
-        _table(job, "training", SMOKE if job.smoke else TRAINING, gradients, 3.5, (TRAINING_BAR, TRAINING_MEAN))
-
-
-def forward(attend: Callable[..., jax.Array], case: Case) -> Callable[..., Any]:
-    """The call itself."""
-    return lambda query, key, value: attend(query, key, value, **case.options)
-
-
-def gradients(attend: Callable[..., jax.Array], case: Case) -> Callable[..., Any]:
-    """Forward and backward: the gradients of query, key and value for random cotangents."""
-
-    def call(query: jax.Array, key: jax.Array, value: jax.Array, cotangent: jax.Array) -> Any:
-        _, pull = jax.vjp(forward(attend, case), query, key, value)
-        return pull(cotangent)
-
-    return call
+    """All parts, or those that are asked for."""
+    for name in job.args.parts:
+        if name == "memory":
+            memory(job)
+        elif name == "growth":
+            growth(job)
+        elif name == "packed":
+            for direction in WORK:
+                _table(job, f"packed_{direction}", direction, SMOKE[name] if job.smoke else PACKED)
+        else:
+            bars = {"forward": (FORWARD_BAR, FORWARD_MEAN), "training": (TRAINING_BAR, TRAINING_MEAN)}[name]
+            cases = {"forward": GRID, "training": TRAINING}[name]
+            _table(job, name, name, SMOKE[name] if job.smoke else cases, bars)
 
 
 def _table(
-    job: Job, name: str, cases: tuple[Case, ...], direction: Any, work: float, bars: tuple[float, float]
+    job: Job, name: str, direction: str, cases: tuple[Case, ...], bars: tuple[float, float] | None = None
 ) -> None:
-    rows, ratios, speeds = [], [], {}
+    rows, ratios, speeds, deterministic, seconds = [], [], {}, [], {}
     for case in job.track(cases, name):
-        timed = measure(job, case, direction, job.args.repeats if not job.smoke else 1)
-        rates = {one: work * flops(case) / timing.steady_s / 1e12 for one, timing in timed.timings.items()}
+        timed = measure(job, case, direction)
+        rates = _rates(case, direction, timed)
+        steady = rates.pop(DETERMINISTIC, None)
         speeds[str(case)] = rates
+        seconds[case] = timed.timings[OURS].steady_s
         peers = {one: rate for one, rate in rates.items() if one != OURS}
         ratio = rates[OURS] / max(peers.values()) if peers else None
-        shape = jax.ShapeDtypeStruct((case.B, case.T, case.N, case.H), jnp.bfloat16)
-        other = jax.ShapeDtypeStruct((case.B, case.T, case.K, case.H), jnp.bfloat16)
-        plan = plan_attention(shape, other, other, **case.options)
-        ran = plan.forward if name == "forward" else plan.backward
+        ran = _pass(case, direction)
         columns = [_cell(peers.get(peer)) for peer in attention_peers.PEERS]
-        rows.append([str(case), ran.implementation, f"{rates[OURS]:.0f}", *columns, _cell(ratio, 3)])
-        if ratio is not None:
-            ratios.append(ratio)
+        columns += [_cell(steady and steady / rates[OURS], 2)] if direction == "training" else []
+        rows.append([str(case), ran.implementation, ran.source, f"{rates[OURS]:.0f}", *columns, _cell(ratio, 3)])
+        ratios += [ratio] if ratio is not None else []
+        deterministic += [steady / rates[OURS]] if steady is not None else []
         for one, timing in timed.timings.items():
             job.record(f"{name}/{case}/{one}", settings=dataclasses.asdict(case), **timing.fields())
-    columns = ["case", "kernel", OURS, *attention_peers.PEERS, "ratio to the best"]
-    job.table(name, f"{name}, TFLOP/s (a causal mask counts half, training 3.5 times)", columns, rows)
+    columns = ["case", "kernel", "settings", OURS, *attention_peers.PEERS]
+    columns += ["deterministic over default"] if direction == "training" else []
+    title = f"{name}, TFLOP/s (only visible pairs count, training 3.5 times)"
+    job.table(name, title, [*columns, "ratio to the best"], rows)
     with job.figure(name, f"Attention, {name}") as axes:
         draw(axes, speeds)
-    if ratios:
+    if deterministic:
+        low = min(deterministic)
+        job.goal(
+            f"{name}: the deterministic backward at {DETERMINISTIC_BAR} of the default: {low:.2f}",
+            low >= DETERMINISTIC_BAR,
+        )
+    if LONG in seconds and WINDOW in seconds:
+        share = seconds[WINDOW] / seconds[LONG]
+        job.goal(f"{name}: the window takes {WINDOW_BAR} of the causal time: {share:.3f}", share <= WINDOW_BAR)
+    if ratios and bars:
         mean = math.prod(ratios) ** (1 / len(ratios))
         job.say(f"{name}: geometric mean of our ratio to the best peer of each row: {mean:.3f}")
         job.goal(f"{name}: at least {bars[0]} of the best peer in every row", min(ratios) >= bars[0])
@@ -124,66 +119,118 @@ def _table(
         job.reaches(f"attention, {name}", f"{min(ratios):.2f} to {max(ratios):.2f} of the best peer, mean {mean:.2f}")
 
 
+def growth(job: Job) -> None:
+    """Both directions by length, as many tokens in all."""
+    cases = SMOKE["growth"] if job.smoke else GROWTH
+    names = [OURS, *attention_peers.PEERS]
+    for direction in WORK:
+        speeds: dict[Case, Mapping[str, float]] = {}
+        for case in job.track(cases, f"growth, {direction}"):
+            timed = measure(job, case, direction, deterministic=False)
+            speeds[case] = _rates(case, direction, timed)
+            for one, timing in timed.timings.items():
+                job.record(f"growth_{direction}/{case}/{one}", settings=dataclasses.asdict(case), **timing.fields())
+        rows = [[str(case), *(_cell(rates.get(name)) for name in names)] for case, rates in speeds.items()]
+        title = f"{direction} by length, TFLOP/s, B T constant"
+        job.table(f"growth_{direction}", title, ["case", *names], rows)
+        with job.figure(f"growth_{direction}", f"Attention by length, {direction}") as axes:
+            for (number, name), causal in itertools.product(enumerate(names), (False, True)):
+                line = {
+                    case.T: rates[name] for case, rates in speeds.items() if case.is_causal == causal and name in rates
+                }
+                if line:
+                    label = f"{name}, {'causal' if causal else 'full'}"
+                    axes.plot(list(line), list(line.values()), "-" if causal else "--", color=f"C{number}", label=label)
+            axes.set_xscale("log", base=2)
+            axes.set(xlabel="T", ylabel="TFLOP/s")
+            axes.legend(fontsize=7)
+
+
+def memory(job: Job) -> None:
+    """What a forward and a backward need beside operands and results, by the compiler's count; nothing runs."""
+    lengths = (1024, 2048) if job.smoke else LENGTHS
+    rows, needed = [], {}
+    for T in job.track(lengths, "memory"):
+        case = Case(1, T, 1, 1, 16, True) if job.smoke else Case(1, T, 16, 16, 128, True)
+        sizes = {name: _beside(name, case) for name in WORK}
+        needed[T] = sizes
+        output = case.shapes[0].size * 2
+        rows.append([str(case), *(f"{bytes_ / 2**20:.2f}" for bytes_ in (*sizes.values(), output))])
+    columns = ["case", "forward, MiB", "training, MiB", "the output, for scale, MiB"]
+    job.table("memory", "memory beside operands and results", columns, rows)
+    low, high = lengths[0], lengths[-1]
+    for name in WORK:
+        growth = needed[high][name] * low / max(1, needed[low][name] * high)
+        text = f"{name}: memory is linear in T: {growth:.2f} times as much a token at T = {high} as at {low}"
+        job.claim(text, growth <= LINEAR)
+    job.record("memory", values={f"{name}_{T}": float(sizes[name]) for T, sizes in needed.items() for name in WORK})
+
+
+def _beside(direction: str, case: Case) -> int:
+    """Bytes of temporaries of a program, as its compiler counts them."""
+    shapes = case.shapes if direction == "training" else case.shapes[:3]
+    analysis = jax.jit(_direction(direction)(ours(), case)).lower(*shapes).compile().memory_analysis()
+    if analysis is None:
+        raise NotImplementedError("this compiler counts no memory")
+    return analysis.temp_size_in_bytes
+
+
 def draw(axes: "Axes", speeds: Mapping[str, Mapping[str, float]]) -> None:
     """TFLOP/s of every implementation on every case, ours in front."""
     names = [OURS, *attention_peers.PEERS]
     for number, name in enumerate(names):
-        places = [row + (number - 1.5) / 5 for row, rates in enumerate(speeds.values()) if name in rates]
-        axes.barh(places, [rates[name] for rates in speeds.values() if name in rates], height=0.2, label=name)
+        places = [row + (number / len(names) - 0.4) * 0.9 for row, rates in enumerate(speeds.values()) if name in rates]
+        height = 0.9 / len(names)
+        axes.barh(places, [rates[name] for rates in speeds.values() if name in rates], height=height, label=name)
     axes.set_yticks(range(len(speeds)), list(speeds), fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("TFLOP/s")
-    axes.legend(fontsize=7, ncols=len(names), loc="upper center", bbox_to_anchor=(0.35, -0.12))
+    axes.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.35, -0.12))
 
 
-def measure(job: Job, case: Case, direction: Any, repeats: int) -> Interleaved:
+def measure(job: Job, case: Case, direction: str, *, deterministic: bool = True) -> Interleaved:
     """Every implementation in turn, after a check of each: a peer whose result is wrong is named and not timed."""
-    operands = _operands(case, job.seed, 4 if direction is gradients else 3)
-    calls = {OURS: compile_call(direction(dot_product_attention, case), *operands)}
-    for name, attend in attention_peers.installed(case.H).items():
+    program, arrays = _direction(direction), operands(case, job.seed, 4 if direction == "training" else 3)
+    attends: dict[str, Callable[..., jax.Array]] = {OURS: ours()}
+    if deterministic and direction == "training" and _pass(case, direction).implementation == "hopper":
+        attends[DETERMINISTIC] = ours(Hopper(deterministic=True))
+    calls = {name: compile_call(program(attend, case), *arrays) for name, attend in attends.items()}
+    want = oracle(case, program, arrays)
+    right = {name: _right(case, call, want) for name, call in calls.items()}
+    for name, attend in attention_peers.installed(case).items():
         try:
-            calls[name] = compile_call(direction(attend, case), *operands)
-        except (NotImplementedError, ValueError) as refusal:
-            job.say(f"{name} does not take {case}: {refusal}")
-    want = _oracle(case, direction, operands)
-    right = {name: _close(_part(case, jax.tree.leaves(call())), want) for name, call in calls.items()}
-    for name in [name for name, passed in right.items() if not passed and name != OURS]:
-        job.say(f"{name} is not timed on {case}: its result failed the check")
-        del calls[name]
-    check = checked(f"the last heads of {case} agree with float32 arithmetic", lambda: right[OURS])
-    return interleaved(calls, check=check, repeats=repeats)
+            calls[name] = compile_call(program(attend, case), *arrays)
+            right[name] = _right(case, calls[name], want)
+        except Exception as refusal:  # whatever another library raises: it takes no part in this row
+            right[name] = False
+            job.say(f"{name} does not take {case}: {type(refusal).__name__}: {str(refusal)[:200]}")
+            continue
+        if not right[name]:
+            job.say(f"{name} is not timed on {case}: its result failed the check")
+    agree = all(right[name] for name in attends)
+    check = checked(f"the last heads of {case} agree with float32 arithmetic", lambda: agree)
+    timed = {name: call for name, call in calls.items() if right[name] or name in attends}
+    return interleaved(timed, check=check, repeats=1 if job.smoke else job.args.repeats)
 
 
-def _oracle(case: Case, direction: Any, operands: list[jax.Array]) -> list[Any]:
-    """Results for the last row's last group of heads, computed blockwise in float32."""
-    attend = functools.partial(dot_product_attention, implementation="blockwise")
-    part = [x.astype(jnp.float32) for x in _part(case, operands)]
-    return jax.tree.leaves(jax.jit(direction(attend, case))(*part))
+def _right(case: Case, call: Callable[[], Any], want: list[Any]) -> bool:
+    return distance(part(case, jax.tree.leaves(call())), want) <= CLOSE
 
 
-def _part(case: Case, arrays: list[Any]) -> list[Any]:
-    """The last batch row and last key/value head of arrays [B, length, heads, size], with the heads that read it."""
-    return [x[-1:, :, -max(1, x.shape[2] // case.K) :] for x in arrays]
+def _direction(name: str) -> Callable[..., Any]:
+    return {"forward": forward, "training": gradients}[name]
 
 
-def _operands(case: Case, seed: int, count: int) -> list[jax.Array]:
-    heads = (case.N, case.K, case.K, case.N)[:count]
-    keys = jax.random.split(jax.random.key(seed), count)
-    shapes = [(case.B, case.T, n, case.H) for n in heads]
-    return [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
+def _pass(case: Case, direction: str) -> Any:
+    """What the plan says of a direction."""
+    ids = {name: jax.ShapeDtypeStruct(x.shape, jnp.int32) for name, x in case.options.items() if name.endswith("ids")}
+    plan: AttentionPlan = plan_attention(*case.shapes[:3], **case.options | ids)
+    return plan.forward if direction == "forward" else plan.backward
 
 
-def _close(got: Any, want: Any) -> bool:
-    pairs = [(np.asarray(x, np.float32), np.asarray(y, np.float32)) for x, y in zip(got, want, strict=True)]
-    return all(bool(np.linalg.norm(x - y) <= CLOSE * np.linalg.norm(y)) for x, y in pairs)
-
-
-def flops(case: Case) -> float:
-    """Multiplications and additions of the forward's two products, over the pairs that are visible."""
-    pairs = case.T * case.T / (2 if case.is_causal else 1)
-    if case.window is not None:
-        pairs = case.T * (case.window[0] + 1)
-    return 4 * case.B * case.N * pairs * case.H
+def _rates(case: Case, direction: str, timed: Interleaved) -> dict[str, float]:
+    """TFLOP/s of each implementation."""
+    return {name: WORK[direction] * case.flops / timing.steady_s / 1e12 for name, timing in timed.timings.items()}
 
 
 def _cell(value: float | None, digits: int = 0) -> str:

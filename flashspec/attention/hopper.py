@@ -133,6 +133,19 @@ def sources(request: AttentionRequest) -> Mapping[str, str]:
     return both if backward(request) == "hopper" else {"forward": both["forward"]}
 
 
+def searches(request: AttentionRequest) -> Mapping[str, tuple[tuning.TuningKey, tuple[Any, ...]]]:
+    """For each kernel of a call, by what an entry would be found, and the settings worth timing, the heuristic's first."""
+    forward, wide, deterministic = _padded_shape(request), _backward_shape(request), _settings(request).deterministic
+    configs = attention_forward_config.candidates(forward, request.statistics, _cores(request))
+    return {
+        "attention_forward": (_tuning_key(request, forward), tuple(configs)),
+        "attention_backward": (
+            _tuning_key(request, wide, deterministic),
+            attention_backward_config.candidates(wide, deterministic=deterministic),
+        ),
+    }
+
+
 def copies(request: AttentionRequest) -> Mapping[str, int]:
     """Bytes of each array that is padded, or blanked where nobody sees it, for the plan."""
     r, padded, wide = request, _padded_shape(request), _backward_shape(request)
@@ -345,13 +358,18 @@ def _settings(request: AttentionRequest) -> Hopper:
 def _forward_config(request: AttentionRequest) -> tuple[ForwardConfig, str]:
     """Settings of the forward, and where they come from. Those of the call as a whole: `vmap` and devices that share it
     out change no bit of its result."""
-    shape, kind = _padded_shape(request), request.device_kind
-    facts = find_device_facts(kind or DEVICE) or device_facts(DEVICE)
+    shape, given = _padded_shape(request), _settings(request).forward
     heuristic = functools.partial(
-        attention_forward_config.heuristic, shape, request.statistics, programs=facts.cores or 0
+        attention_forward_config.heuristic, shape, request.statistics, programs=_cores(request)
     )
     key = None if request.statistics else _tuning_key(request, shape)
-    return tuning.choose("attention_forward", kind, key, _settings(request).forward, heuristic)
+    return tuning.choose("attention_forward", request.device_kind, key, given, heuristic)
+
+
+def _cores(request: AttentionRequest) -> int:
+    """Multiprocessors of the device."""
+    facts = find_device_facts(request.device_kind or DEVICE) or device_facts(DEVICE)
+    return facts.cores or 0
 
 
 def _backward_config(request: AttentionRequest) -> tuple[BackwardConfig, str]:

@@ -167,20 +167,26 @@ def _run(program: _Program, kind: type, names: tuple[str, ...], *arrays: Array) 
 
 def _config(program: _Program, shape: DecodeShape, kind: type) -> DecodeConfig:
     """Launch settings. Tuned ones depend on the batch, and `num_splits` promises that a row's result does not."""
-    request, whole = program.request, program.num_splits is not None
-    key = tuning.TuningKey(
-        dtype=request.dtype.name,
+    request = program.request
+    given = None if request.settings is None else request.settings.decode
+    device = request.device_kind if program.num_splits is None else None
+    key = tuning_key(shape, request.dtype.name, is_ring=kind is WindowView)
+    return tuning.choose("attention_decode", device, key, given, lambda: heuristic(shape, CORES))[0]
+
+
+def tuning_key(shape: DecodeShape, dtype: str, *, is_ring: bool = False) -> tuning.TuningKey:
+    """By what a tuned entry of a decoding call is found."""
+    view = "window" if is_ring else "dense"
+    return tuning.TuningKey(
+        dtype=dtype,
         heads=tuning.heads_of(shape.B * shape.N),
         T=shape.T,
         S=shape.S,
         G=shape.G,
         H=shape.H,
         Hv=shape.H,
-        mask=f"pages of {shape.page}" if shape.page else ("window" if kind is WindowView else "dense"),
+        mask=f"pages of {shape.page}" if shape.page else view,
     )
-    given = None if request.settings is None else request.settings.decode
-    device = None if whole else request.device_kind
-    return tuning.choose("attention_decode", device, key, given, lambda: heuristic(shape, CORES))[0]
 
 
 def _limit(positions: int | None) -> int | None:

@@ -20,6 +20,7 @@ from flashspec.attention import dot_product_attention
 from flashspec.attention.backends import BACKENDS, Backend
 from flashspec.attention.blockwise import Blocks, blockwise_attention, blockwise_stats
 from flashspec.attention.dropout import make_dropout
+from flashspec.attention.settings import AttentionImplementation
 from flashspec.masks import Contiguous
 
 DIFFERENTIATED = ("query", "key", "value", "bias", "sinks")
@@ -224,7 +225,7 @@ def grouped(x: np.ndarray, head: np.ndarray, K: int) -> np.ndarray:
     return total
 
 
-def run(case: Case, implementation: str, return_lse: bool = True) -> Result:
+def run(case: Case, implementation: AttentionImplementation, return_lse: bool = True) -> Result:
     """The library's results for a case, in one compiled program; without lse, that is 0 and so is its cotangent."""
     arrays = {name: x for name, x in case.arguments.items() if isinstance(x, np.ndarray | jax.Array | Contiguous)}
     static = tuple((name, x) for name, x in case.arguments.items() if name not in arrays)

@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flashspec.attention import attention_stats, dot_product_attention, plan_attention
+from flashspec.attention import Hopper, attention_stats, dot_product_attention, plan_attention
 from flashspec.masks import Contiguous
 from flashspec.online_softmax import finalize, merge
+from pallas_kernels.gpu.hopper import attention_backward_config, attention_forward_config
+from pallas_kernels.gpu.hopper.attention_backward_config import BackwardShape
+from pallas_kernels.gpu.hopper.attention_forward_config import AttentionShape
 from tests.contracts.attention_oracle import Case, assert_no_worse, oracle, random_case, run
 
 pytestmark = pytest.mark.gpu
@@ -20,6 +23,7 @@ SIZES = {
     "64": (2, 136, 200, 4, 2, 64, 64),
     "128": (1, 150, 261, 4, 4, 128, 128),
     "256": (1, 130, 141, 2, 1, 256, 256),
+    "192": (1, 90, 150, 2, 2, 192, 136),
     "odd head": (2, 77, 90, 3, 1, 80, 80),
     "wide and narrow": (1, 70, 133, 4, 1, 128, 64),
 }
@@ -44,7 +48,7 @@ def gpu_case(seed: int, sizes: tuple[int, ...], dtype: Any = jnp.bfloat16, **opt
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("sizes", ["64", "128"])
+@pytest.mark.parametrize("sizes", ["64", "128", "256"])
 def test_options(sizes: str, options: str) -> None:
     case = gpu_case(0, SIZES[sizes], **OPTIONS[options])
     got = run(case, "hopper")
@@ -52,7 +56,7 @@ def test_options(sizes: str, options: str) -> None:
     np.testing.assert_allclose(got.lse, oracle(case).lse, rtol=1e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("sizes", ["256", "odd head", "wide and narrow"])
+@pytest.mark.parametrize("sizes", ["192", "odd head", "wide and narrow"])
 def test_sizes(sizes: str) -> None:
     case = gpu_case(1, SIZES[sizes], positions="causal")
     assert_no_worse(run(case, "hopper"), case)
@@ -127,6 +131,37 @@ def test_vmap_equals_a_loop_and_runs_agree() -> None:
     for i in range(2):
         np.testing.assert_array_equal(np.asarray(both[i], float), np.asarray(call(stacked[i]), float))
     np.testing.assert_array_equal(np.asarray(call(query), float), np.asarray(call(query), float))
+
+
+@pytest.mark.parametrize("sizes", ["64", "128", "256"])
+def test_deterministic_gradients_are_bit_equal_from_run_to_run(sizes: str) -> None:
+    """Enough blocks of keys for each query that additions in whatever order they come would differ."""
+    B, _, _, N, K, H, Hv = SIZES[sizes]
+    case = gpu_case(7, (B, 1500, 1500, N, K, H, Hv), positions="causal")
+    runs = [run(case, Hopper(deterministic=True)).gradients for _ in range(8)]
+    assert_no_worse(run(case, Hopper(deterministic=True)), case)
+    for other in runs[1:]:
+        for name, gradient in runs[0].items():
+            np.testing.assert_array_equal(np.asarray(other[name], float), np.asarray(gradient, float))
+
+
+def test_the_default_gradients_are_not_bit_equal() -> None:
+    """The wrong variant of the test above: dQ is added in whatever order thread blocks come."""
+    case = gpu_case(7, (2, 1500, 1500, 4, 4, 128, 128))
+    runs = [np.asarray(run(case, "hopper").gradients["query"], float) for _ in range(8)]
+    assert any((other != runs[0]).any() for other in runs)
+
+
+@pytest.mark.parametrize("sizes", ["64", "128", "256"])
+def test_settings_change_no_result(sizes: str) -> None:
+    """All candidates of a search that may be picked by hand, here one from each end."""
+    case = gpu_case(8, SIZES[sizes], positions="causal window", sinks=True)
+    shape = AttentionShape(*SIZES[sizes])._replace(T=152, S=264)
+    forward = tuple(attention_forward_config.candidates(shape))
+    for deterministic in (False, True):
+        backward = attention_backward_config.candidates(BackwardShape(*shape), deterministic=deterministic)
+        for one, other in ((forward[0], backward[-1]), (forward[-1], backward[len(backward) // 2])):
+            assert_no_worse(run(case, Hopper(one, other, deterministic=deterministic)), case)
 
 
 def test_many_heads() -> None:

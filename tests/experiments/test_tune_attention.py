@@ -1,0 +1,101 @@
+"""The search for launch settings: a fast wrong result is never recorded, and what is recorded is read."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments import attention_cases, tune_attention
+from experiments.attention_cases import Case
+from experiments.tune_attention import Task, save, search
+from flashspec.attention import ForwardConfig, tuning
+from flashspec.attention.tuning import TuningKey
+
+HEURISTIC = ForwardConfig()
+GOOD, SECTION, WRONG, NAN, BROKEN = (
+    ForwardConfig(block_kv=64),
+    ForwardConfig(block_kv=64, heads_per_section=1),
+    ForwardConfig(stages=3),
+    ForwardConfig(stages=1),
+    ForwardConfig(block_kv=192),
+)
+# Milliseconds and relative errors: the two wrong ones would win.
+SPEEDS = {HEURISTIC: (8, 2e-3), GOOD: (4, 2e-3), SECTION: (2, 2e-3), WRONG: (0, 4e-3), NAN: (0, np.nan)}
+KEY = TuningKey("bfloat16", 16, 64, 64, 1, 128, 128, "full")
+
+
+def task(speeds: dict[Any, tuple[int, float]], *configs: ForwardConfig) -> Task:
+    """A shape of stand-ins that sleep and return their error."""
+
+    def build(config: Any) -> Callable[[], float]:
+        milliseconds, error = speeds[config]  # KeyError for one that "does not compile"
+
+        def call() -> float:
+            time.sleep(1e-3 * milliseconds)
+            return error
+
+        return call
+
+    return Task("attention_forward", "a shape", KEY, (HEURISTIC, *configs), build, float)  # type: ignore[arg-type]
+
+
+def test_the_fastest_right_settings_are_found_and_wrong_ones_named() -> None:
+    found = search(task(SPEEDS, WRONG, GOOD, SECTION, NAN, BROKEN), repeats=3, workers=2)
+    assert found.entry.config == SECTION
+    assert found.entry.heuristic_seconds > 2 * found.entry.seconds > 0
+    assert set(found.wrong) == {WRONG, NAN, BROKEN}
+    assert "allowed" in found.wrong[WRONG]
+    assert "KeyError" in found.wrong[BROKEN]
+
+
+def test_a_search_that_checks_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_attention, "_out", lambda errors, wrong, bound: None)
+    monkeypatch.setattr(tune_attention, "checked", lambda what, check: tune_attention_checked(what))
+    assert search(task(SPEEDS, WRONG, GOOD), repeats=3).entry.config == WRONG
+
+
+def tune_attention_checked(what: str) -> Any:
+    from flashspec.measure import Checked
+
+    return Checked(what, True)
+
+
+def test_a_gain_within_the_noise_leaves_the_heuristic() -> None:
+    slightly = {HEURISTIC: (40, 2e-3), GOOD: (40, 2e-3)}
+    assert search(task(slightly, GOOD), repeats=3).entry.config == HEURISTIC
+
+
+def test_a_wrong_heuristic_stops_the_search() -> None:
+    with pytest.raises(ValueError, match="the heuristic's result is wrong"):
+        search(task({HEURISTIC: (0, 0.5)}), repeats=1)
+    with pytest.raises(ValueError, match="fails: KeyError"):
+        search(task({}), repeats=1)
+
+
+def test_what_is_saved_is_what_the_library_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = search(task(SPEEDS, GOOD), repeats=1)
+    save(tmp_path, "attention_forward", "NVIDIA H200", [found.entry])
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    assert tuning.packaged("attention_forward", "NVIDIA H200") == {KEY: found.entry}
+
+
+# The cases that are timed.
+
+
+def test_only_visible_pairs_count() -> None:
+    case = Case(2, 8, 4, 2, 16)
+    assert case.flops == 4 * 2 * 4 * 64 * 16
+    assert dataclasses.replace(case, is_causal=True).flops == case.flops / 2
+    assert dataclasses.replace(case, is_causal=True, window=(1, 0)).flops == case.flops / 4
+    assert dataclasses.replace(case, documents=(4, 4)).flops == case.flops / 2
+
+
+def test_a_distance_sees_what_is_wrong_and_what_is_no_number() -> None:
+    want = [np.ones((3, 4), np.float32), np.full(2, 5, np.float32)]
+    assert attention_cases.distance(want, want) == 0
+    assert attention_cases.distance([want[0], want[1] * 1.5], want) == pytest.approx(0.5)
+    assert np.isnan(attention_cases.distance([want[0] * np.nan, want[1]], want))
