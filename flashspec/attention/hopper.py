@@ -1,15 +1,13 @@
-"""Attention by our Hopper kernels: from the mask's structure to what the kernels read, and their derivative.
+"""Attention by our Hopper kernels: what they refuse, their launch settings, and what they read of a call.
 
-The kernels are passed in, so that tests run the very same code over stand-ins. Forward and backward are one function,
-differentiable in query, key, value and sinks: through output and log-normaliser, or through (l, u) with m held constant
-(eq. 33.6 to 33.8). The kernels take lengths in multiples of 8 and head sizes in multiples of 64; others are padded, a
-copy that the plan counts.
+The kernels are passed in, so that tests run the very same code over stand-ins. They take lengths in multiples of 8 and
+head sizes in multiples of 64; others are padded, a copy that the plan counts.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +16,9 @@ from jax import Array, lax
 
 from flashspec.attention import tuning
 from flashspec.attention.blockwise import blockwise_attention, blockwise_stats
-from flashspec.attention.hopper_mask import Structure, hide, kernel_structure, may_hide
+from flashspec.attention.gpu_kernels import Kernels, Program, Tensors, attend, pad
+from flashspec.attention.hopper_mask import hide, kernel_structure, may_hide
 from flashspec.attention.kernel_operands import without_pairs
-from flashspec.attention.lifting import lift
 from flashspec.attention.request import AttentionOperands, AttentionRequest
 from flashspec.attention.settings import Hopper
 from flashspec.devices import device_facts, find_device_facts
@@ -28,44 +26,12 @@ from flashspec.online_softmax import SoftmaxStats, empty_stats
 from pallas_kernels.gpu.hopper import attention_backward_config, attention_forward_config
 from pallas_kernels.gpu.hopper.attention_backward_config import BackwardConfig, BackwardShape
 from pallas_kernels.gpu.hopper.attention_forward_config import AttentionShape, ForwardConfig
-from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, SegmentIds
 from pallas_kernels.launch import round_up, varying_alike
 
 CAPABILITY = "9.0"
 DEVICE = "NVIDIA H200"  # what a launch is shaped for where the device is not known; any Hopper chip runs it
 LARGEST_HEAD, LARGEST_BACKWARD_HEAD = 256, 256
 HEAD_MULTIPLE, LENGTH_MULTIPLE = 64, 8
-
-
-class Kernels(NamedTuple):
-    """The kernels of `pallas_kernels.gpu.hopper`, or stand-ins with their signatures."""
-
-    forward: Callable[..., tuple[Array, ...]]
-    backward: Callable[..., tuple[Array, ...]]
-
-
-class Tensors(NamedTuple):
-    """What is differentiated, padded; also the form of its gradients."""
-
-    query: Array  # [B, T, N, H]
-    key: Array  # [B, S, K, H]
-    value: Array  # [B, S, K, Hv]
-    sinks: Array | None  # float32 [N]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Program:
-    """What is static about a call: hashable, so that it can stand beside differentiated arguments."""
-
-    kernels: Kernels
-    mask: AttentionMask
-    scale: float
-    soft_cap: float | None
-    statistics: bool
-    forward: ForwardConfig
-    backward: BackwardConfig
-    backward_heads: tuple[int, int]
-    deterministic: bool
 
 
 def refusals(request: AttentionRequest) -> tuple[str, ...]:
@@ -219,9 +185,11 @@ def _run(kernels: Kernels, request: AttentionRequest, operands: AttentionOperand
     mask, structure = kernel_structure(operands.mask)
     query, key, value = hide(request, operands, structure)
     H, Hv = padded_heads(request.H, request.Hv)
-    tensors = Tensors(_pad(query, H), _pad(key, H), _pad(value, Hv), operands.sinks)
+    tensors = Tensors(
+        pad(query, H, LENGTH_MULTIPLE), pad(key, H, LENGTH_MULTIPLE), pad(value, Hv, LENGTH_MULTIPLE), operands.sinks
+    )
     tensors, structure = varying_alike((tensors, structure))
-    program = _Program(
+    program = Program(
         kernels,
         mask,
         request.scale,
@@ -232,99 +200,7 @@ def _run(kernels: Kernels, request: AttentionRequest, operands: AttentionOperand
         backward_heads(request.H, request.Hv),
         _settings(request).deterministic,
     )
-    return _attend(program, tensors, structure)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(program: _Program, tensors: Tensors, structure: Structure) -> tuple[Array, ...]:
-    def kernel(query: Array, key: Array, value: Array, *rest: Array) -> tuple[Array, ...]:
-        given = dict(zip(names, rest, strict=True))
-        return program.kernels.forward(
-            query,
-            key,
-            value,
-            given.get("bounds"),
-            _segments(given),
-            given.get("sinks"),
-            mask=program.mask,
-            scale=program.scale,
-            soft_cap=program.soft_cap,
-            statistics=program.statistics,
-            config=program.forward,
-        )
-
-    names, arrays, axes = _present(structure, tensors.sinks, tensors.query.shape[0])
-    results = ("B T N V", "B N T", "B N T") if program.statistics else ("B T N V", "B N T")
-    call = lift(kernel, ("B T N H", "B S K H", "B S K V", *axes), results)
-    return call(*tensors[:3], *arrays)
-
-
-def _attend_forward(program: _Program, tensors: Tensors, structure: Structure) -> tuple[Any, Any]:
-    results = _attend(program, tensors, structure)
-    return results, (tensors, structure, results[:2])
-
-
-def _attend_backward(program: _Program, saved: Any, cotangents: tuple[Array, ...]) -> tuple[Tensors, None]:
-    """Gradients by eq. 33.6 to 33.8: for (u, m, l), weights e^(s - m) and no row mean."""
-    tensors, structure, (output, lse) = saved
-    if program.statistics:
-        output_gradient, _, g_l = cotangents
-        delta = -g_l[:, :, : output.shape[1]]
-    else:
-        output_gradient, g_lse = cotangents
-        empty = jnp.swapaxes(lse[:, :, : output.shape[1]] == -jnp.inf, 1, 2)
-        output_gradient = jnp.where(empty[..., None], 0, output_gradient)
-        products = output_gradient.astype(jnp.float32) * output.astype(jnp.float32)
-        g_lse = jnp.where(lse == -jnp.inf, 0, g_lse)[:, :, : output.shape[1]]
-        delta = jnp.swapaxes(jnp.sum(products, axis=-1), 1, 2) - g_lse
-
-    def kernel(query: Array, key: Array, value: Array, *rest: Array) -> tuple[Array, ...]:
-        output_gradient, lse, delta, *others = rest
-        given = dict(zip(names, others, strict=True))
-        return program.kernels.backward(
-            query,
-            key,
-            value,
-            output_gradient,
-            lse,
-            delta,
-            given.get("bounds"),
-            _segments(given),
-            mask=program.mask,
-            scale=program.scale,
-            soft_cap=program.soft_cap,
-            deterministic=program.deterministic,
-            config=program.backward,
-        )
-
-    names, arrays, axes = _present(structure, None, tensors.query.shape[0])
-    H, Hv = program.backward_heads
-    query, key, value = _pad(tensors.query, H), _pad(tensors.key, H), _pad(tensors.value, Hv)
-    output_gradient = _pad(output_gradient.astype(value.dtype), Hv)
-    operands = ("B T N H", "B S K H", "B S K V", "B T N V", "B N T", "B N T", *axes)
-    call = lift(kernel, operands, ("B T N H", "B S K H", "B S K V"))
-    gradients = call(query, key, value, output_gradient, lse, delta, *arrays)
-    sinks = None
-    if tensors.sinks is not None:
-        weights = jnp.exp(tensors.sinks[None, :, None] - lse[:, :, : output.shape[1]])
-        sinks = -jnp.sum(weights * delta, axis=(0, 2))
-    query, key, value = (x[..., : y.shape[3]] for x, y in zip(gradients, tensors[:3], strict=True))
-    return Tensors(query, key, value, sinks), None
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
-
-
-def _present(structure: Structure, sinks: Array | None, batch: int) -> tuple[tuple[str, ...], list[Array], list[str]]:
-    """Names, arrays and axes of the optional operands that a call has; each leads with the batch."""
-    given = structure._asdict() | {"sinks": None if sinks is None else jnp.broadcast_to(sinks, (batch, *sinks.shape))}
-    letters = {"bounds": "B C", "q_ids": "B T", "kv_ids": "B S", "sinks": "B N"}
-    present = {name: array for name, array in given.items() if array is not None}
-    return tuple(present), list(present.values()), [letters[name] for name in present]
-
-
-def _segments(given: Mapping[str, Array]) -> SegmentIds | None:
-    return SegmentIds(given["q_ids"], given["kv_ids"]) if "q_ids" in given else None
+    return attend(program, tensors, structure)
 
 
 def padded_heads(H: int, Hv: int) -> tuple[int, int]:
@@ -392,9 +268,3 @@ def _tuning_key(request: AttentionRequest, shape: AttentionShape, deterministic:
         mask=tuning.mask_of(request.is_causal, request.window, "q_segment_ids" in request.options),
         deterministic=deterministic,
     )
-
-
-def _pad(x: Array, head: int) -> Array:
-    """[B, length, heads, size] with zeros up to a length and a head size that the kernels take."""
-    widths = [(0, 0), (0, -x.shape[1] % LENGTH_MULTIPLE), (0, 0), (0, head - x.shape[3])]
-    return jnp.pad(x, widths) if any(after for _, after in widths) else x

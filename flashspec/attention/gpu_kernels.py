@@ -1,0 +1,156 @@
+"""Attention by Mosaic GPU kernels, differentiable: what the adaptors for Hopper and for other GPUs share.
+
+Forward and backward are one function, differentiable in query, key, value and sinks: through output and log-normaliser,
+or through (l, u) with m held constant (eq. 33.6 to 33.8).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from flashspec.attention.hopper_mask import Structure
+from flashspec.attention.lifting import lift
+from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, SegmentIds
+
+
+class Kernels(NamedTuple):
+    """The kernels of `pallas_kernels.gpu.hopper` or `.ampere`, which share their signatures, or stand-ins."""
+
+    forward: Callable[..., tuple[Array, ...]]
+    backward: Callable[..., tuple[Array, ...]]
+
+
+class Tensors(NamedTuple):
+    """What is differentiated, padded; also the form of its gradients."""
+
+    query: Array  # [B, T, N, H]
+    key: Array  # [B, S, K, H]
+    value: Array  # [B, S, K, Hv]
+    sinks: Array | None  # float32 [N]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What is static about a call: hashable, so that it can stand beside differentiated arguments.
+
+    Args:
+      kernels: of the device.
+      mask, scale, soft_cap, statistics, deterministic: as the kernels take them.
+      forward, backward: launch settings of the two kernels.
+      backward_heads: the head sizes (H, Hv) that the backward computes with, at least those of the tensors.
+    """
+
+    kernels: Kernels
+    mask: AttentionMask
+    scale: float
+    soft_cap: float | None
+    statistics: bool
+    forward: Any
+    backward: Any
+    backward_heads: tuple[int, int]
+    deterministic: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(program: Program, tensors: Tensors, structure: Structure) -> tuple[Array, ...]:
+    """The kernels over padded tensors, differentiable: (output, lse), or (u, m, l) for statistics, rows [B, N, T]."""
+
+    def kernel(query: Array, key: Array, value: Array, *rest: Array) -> tuple[Array, ...]:
+        given = dict(zip(names, rest, strict=True))
+        return program.kernels.forward(
+            query,
+            key,
+            value,
+            given.get("bounds"),
+            _segments(given),
+            given.get("sinks"),
+            mask=program.mask,
+            scale=program.scale,
+            soft_cap=program.soft_cap,
+            statistics=program.statistics,
+            config=program.forward,
+        )
+
+    names, arrays, axes = _present(structure, tensors.sinks, tensors.query.shape[0])
+    results = ("B T N V", "B N T", "B N T") if program.statistics else ("B T N V", "B N T")
+    call = lift(kernel, ("B T N H", "B S K H", "B S K V", *axes), results)
+    return call(*tensors[:3], *arrays)
+
+
+def _attend_forward(program: Program, tensors: Tensors, structure: Structure) -> tuple[Any, Any]:
+    results = attend(program, tensors, structure)
+    return results, (tensors, structure, results[:2])
+
+
+def _attend_backward(program: Program, saved: Any, cotangents: tuple[Array, ...]) -> tuple[Tensors, None]:
+    """Gradients by eq. 33.6 to 33.8: for (u, m, l), weights e^(s - m) and no row mean."""
+    tensors, structure, (output, lse) = saved
+    if program.statistics:
+        output_gradient, _, g_l = cotangents
+        delta = -g_l[:, :, : output.shape[1]]
+    else:
+        output_gradient, g_lse = cotangents
+        empty = jnp.swapaxes(lse[:, :, : output.shape[1]] == -jnp.inf, 1, 2)
+        output_gradient = jnp.where(empty[..., None], 0, output_gradient)
+        products = output_gradient.astype(jnp.float32) * output.astype(jnp.float32)
+        g_lse = jnp.where(lse == -jnp.inf, 0, g_lse)[:, :, : output.shape[1]]
+        delta = jnp.swapaxes(jnp.sum(products, axis=-1), 1, 2) - g_lse
+
+    def kernel(query: Array, key: Array, value: Array, *rest: Array) -> tuple[Array, ...]:
+        output_gradient, lse, delta, *others = rest
+        given = dict(zip(names, others, strict=True))
+        return program.kernels.backward(
+            query,
+            key,
+            value,
+            output_gradient,
+            lse,
+            delta,
+            given.get("bounds"),
+            _segments(given),
+            mask=program.mask,
+            scale=program.scale,
+            soft_cap=program.soft_cap,
+            deterministic=program.deterministic,
+            config=program.backward,
+        )
+
+    names, arrays, axes = _present(structure, None, tensors.query.shape[0])
+    H, Hv = program.backward_heads
+    query, key, value = (pad(x, size) for x, size in zip(tensors[:3], (H, H, Hv), strict=True))
+    output_gradient = pad(output_gradient.astype(value.dtype), Hv)
+    operands = ("B T N H", "B S K H", "B S K V", "B T N V", "B N T", "B N T", *axes)
+    call = lift(kernel, operands, ("B T N H", "B S K H", "B S K V"))
+    gradients = call(query, key, value, output_gradient, lse, delta, *arrays)
+    sinks = None
+    if tensors.sinks is not None:
+        weights = jnp.exp(tensors.sinks[None, :, None] - lse[:, :, : output.shape[1]])
+        sinks = -jnp.sum(weights * delta, axis=(0, 2))
+    query, key, value = (x[..., : y.shape[3]] for x, y in zip(gradients, tensors[:3], strict=True))
+    return Tensors(query, key, value, sinks), None
+
+
+attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _present(structure: Structure, sinks: Array | None, batch: int) -> tuple[tuple[str, ...], list[Array], list[str]]:
+    """Names, arrays and axes of the optional operands that a call has; each leads with the batch."""
+    given = structure._asdict() | {"sinks": None if sinks is None else jnp.broadcast_to(sinks, (batch, *sinks.shape))}
+    letters = {"bounds": "B C", "q_ids": "B T", "kv_ids": "B S", "sinks": "B N"}
+    present = {name: array for name, array in given.items() if array is not None}
+    return tuple(present), list(present.values()), [letters[name] for name in present]
+
+
+def _segments(given: Mapping[str, Array]) -> SegmentIds | None:
+    return SegmentIds(given["q_ids"], given["kv_ids"]) if "q_ids" in given else None
+
+
+def pad(x: Array, head: int, multiple: int = 1) -> Array:
+    """[B, length, heads, size] with zeros up to a multiple of a length and up to a head size."""
+    widths = [(0, 0), (0, -x.shape[1] % multiple), (0, 0), (0, head - x.shape[3])]
+    return jnp.pad(x, widths) if any(after for _, after in widths) else x
