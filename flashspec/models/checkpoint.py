@@ -7,6 +7,7 @@ the host holds none of them but those on their way.
 import dataclasses
 import functools
 import json
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from flashspec.checks import fail
 from flashspec.language_model import Params
-from flashspec.models import tensor_files
+from flashspec.models import multimodal, tensor_files
 from flashspec.models.config import DecoderConfig
 from flashspec.models.decoder import Decoder
 from flashspec.models.parameter_layout import EMBEDDINGS, HEAD, Layout, Slot, Spec, slots, turned, unturned
@@ -35,11 +36,20 @@ WORTH_COMPILING = 1_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint directory holds: the model's shape, its parameters, and its tokenizer if there is one."""
+    """What a checkpoint directory holds.
+
+    Attributes:
+      config: the model's shape.
+      params: its parameters.
+      tokenizer: its tokenizer, if there is one.
+      left_out: names of the tensors that were not loaded, since the text model computes without them: the vision tower
+        of a model that also reads images.
+    """
 
     config: DecoderConfig
     params: Params
     tokenizer: Tokenizer | None
+    left_out: tuple[str, ...] = ()
 
 
 def load(
@@ -59,7 +69,8 @@ def load(
       progress: called as progress(bytes read so far, bytes in all) after each parameter.
 
     Returns:
-      The checkpoint, its parameters on the default device or split over the mesh.
+      The checkpoint, its parameters on the default device or split over the mesh. Of a model that also reads images it
+      is the text model; a warning says what was left out, and `left_out` names it.
 
     Raises:
       ValueError: a file is missing, malformed or cut short; the configuration is one that the decoder does not compute;
@@ -68,7 +79,7 @@ def load(
     """
     directory = Path(directory)
     wanted = None if dtype is None else _floating(dtype)
-    config, tokenizer, stored = _read_descriptions(directory)
+    config, tokenizer, stored, left_out = _read_descriptions(directory)
     mesh = None if mesh is None else check_mesh(config, mesh)
     if wanted is None:
         wanted = jax.dtypes.canonicalize_dtype(tensor_files.DTYPES[stored[EMBEDDINGS].code])
@@ -85,7 +96,7 @@ def load(
         done += sum(stored[name].stop - stored[name].start for name in slot.shapes)
         if progress is not None:
             progress(done, total)
-    return Checkpoint(config, with_values(config, params), tokenizer)
+    return Checkpoint(config, with_values(config, params), tokenizer, left_out)
 
 
 def _floating(dtype: Any) -> np.dtype:
@@ -101,8 +112,8 @@ def _floating(dtype: Any) -> np.dtype:
     return found
 
 
-def _read_descriptions(directory: Path) -> tuple[DecoderConfig, Tokenizer | None, Stored]:
-    """Everything but the weights, checked to belong together."""
+def _read_descriptions(directory: Path) -> tuple[DecoderConfig, Tokenizer | None, Stored, tuple[str, ...]]:
+    """Everything but the weights, checked to belong together, and the names of the tensors that are left out."""
     if not directory.is_dir():
         raise fail("directory", "a checkpoint directory, with config.json and model.safetensors", directory)
     path = directory / "config.json"
@@ -111,13 +122,18 @@ def _read_descriptions(directory: Path) -> tuple[DecoderConfig, Tokenizer | None
         config = DecoderConfig.from_hf(values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    stored = tensor_files.locate(directory)
+    stored, left_out = multimodal.text_tensors(values, tensor_files.locate(directory))
+    if left_out:
+        parts = ", ".join(sorted({name.removeprefix("model.").partition(".")[0] for name in left_out}))
+        warnings.warn(
+            f"{directory}: {len(left_out)} tensors of {parts} are left out: text alone is computed", stacklevel=3
+        )
     _check_tensors(directory, config, stored)
     path = directory / "tokenizer.json"
     tokenizer = Tokenizer.load(path) if path.is_file() else None
     if tokenizer is not None:
         tokenizer.check(config.vocab_size, path)
-    return config, tokenizer, stored
+    return config, tokenizer, stored, left_out
 
 
 def _load(slot: Slot, stored: Stored, dtype: np.dtype, mesh: Mesh | None, spec: Spec | None) -> jax.Array:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from flashspec.checks import at_least, fail, flag
+from flashspec.models import multimodal
 from flashspec.models.families import FAMILIES, Family
 from flashspec.models.rotary import LINEAR, LLAMA3, RopeScaling, positive
 
@@ -53,11 +54,13 @@ LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_po
 
 
 def fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `DecoderConfig` that a parsed `config.json` stands for.
+    """The arguments of `DecoderConfig` that a parsed `config.json` stands for; of a model that also reads images, those
+    of its text model.
 
     Raises:
       ValueError: an unknown architecture or key, a missing size, or a value that is not implemented; named.
     """
+    values = multimodal.text_config(values)
     name = _family_of(values)
     family = FAMILIES[name]
     _refuse_unknown(values, family)
@@ -129,7 +132,7 @@ def _family_of(values: Mapping[str, Any]) -> str:
     architectures = values.get("architectures") or [None]
     if not isinstance(architectures, list):
         raise fail("architectures", "a list", repr(architectures))
-    names = ", ".join(known)
+    names = ", ".join((*known, *multimodal.ARCHITECTURES))
     if len(architectures) != 1 or architectures[0] not in known:
         raise fail("architectures", f"one of {names}", architectures)
     name = known[architectures[0]]

@@ -38,6 +38,12 @@ def _gemma(family: str, sizes: tuple[int, int, int, int, int, int, int], window:
     return _preset(family, sizes, **usual | shared | {"sliding_window": window} | rest)
 
 
+def _gemma3(sizes: tuple[int, int, int, int, int, int, int], **rest: Any) -> DecoderConfig:
+    return _gemma(
+        "gemma3_text", sizes, 1024, rope_scaling=RopeScaling(LINEAR, 8.0), **{"eos_token_ids": (1, 106)} | rest
+    )
+
+
 PRESETS: dict[str, DecoderConfig] = {
     "llama-2-7b": _preset(
         "llama", (32000, 4096, 11008, 32, 32, 32, 128), rms_norm_eps=1e-5, max_position_embeddings=4096
@@ -67,7 +73,8 @@ PRESETS: dict[str, DecoderConfig] = {
     "gemma-2-27b": _gemma("gemma2", (256000, 4608, 36864, 46, 32, 16, 128), 4096, query_pre_attn_scalar=144),
     "gemma-3-270m": _gemma("gemma3_text", (262144, 640, 2048, 18, 4, 1, 256), 512, max_position_embeddings=32768),
     "gemma-3-1b": _gemma("gemma3_text", (262144, 1152, 6912, 26, 4, 1, 256), 512, max_position_embeddings=32768),
-    "gemma-3-4b": _gemma(
-        "gemma3_text", (262208, 2560, 10240, 34, 8, 4, 256), 1024, rope_scaling=RopeScaling(LINEAR, 8.0)
-    ),
+    # The text models of checkpoints that also read images, with the end tokens of their instruction-tuned versions.
+    "gemma-3-4b": _gemma3((262208, 2560, 10240, 34, 8, 4, 256)),
+    "gemma-3-12b": _gemma3((262208, 3840, 15360, 48, 16, 8, 256)),
+    "gemma-3-27b": _gemma3((262208, 5376, 21504, 62, 32, 16, 128), query_pre_attn_scalar=168),
 }

@@ -1,7 +1,7 @@
 """Makes the golden files: tiny random models of every family, run by Hugging Face's `transformers` in float32.
 
     python -m venv golden && golden/bin/python -m pip install torch transformers
-    golden/bin/python tests/golden/make.py
+    golden/bin/python tests/golden/make.py [NAME ...]
 
 Each folder gets `config.json` and `model.safetensors` as that library writes them (weights that bfloat16 holds
 exactly), and `golden.npz` with tokens and logits: of whole rows, of rows that are padded, and of rows at late
@@ -9,6 +9,7 @@ positions. Before a file is written the library's own decoding over its cache, t
 whole forward.
 """
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 import transformers
 from transformers import (
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -48,6 +50,25 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
 }
+LARGE_GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+}
+GEMMA3 = SIZES | {
+    "num_hidden_layers": 4,
+    "sliding_window": 6,
+    "query_pre_attn_scalar": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+}
+VISION = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+    "vision_use_head": False,
+}
 ROPE = {"rope_type": "default", "rope_theta": 100.0}
 CONFIGS = {
     "llama3": LlamaConfig(**SIZES, rope_parameters=LLAMA3, rms_norm_eps=1e-3),
@@ -64,19 +85,26 @@ CONFIGS = {
     ),
     "qwen3": Qwen3Config(**SIZES, rope_parameters=ROPE, rms_norm_eps=1e-3),
     "gemma2": Gemma2Config(**SIZES, rope_parameters=ROPE, sliding_window=6, query_pre_attn_scalar=5),
-    "gemma3": Gemma3TextConfig(
-        **SIZES | {"num_hidden_layers": 4},
-        rope_parameters=GEMMA3_ROPE,
-        sliding_window=6,
-        query_pre_attn_scalar=5,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "gemma3": Gemma3TextConfig(**GEMMA3, rope_parameters=GEMMA3_ROPE),
+    "gemma3_with_images": Gemma3Config(
+        text_config=GEMMA3 | {"rope_parameters": LARGE_GEMMA3_ROPE},
+        vision_config=VISION,
+        mm_tokens_per_image=4,
+        boi_token_index=41,
+        eoi_token_index=42,
+        image_token_index=43,
     ),
 }
 
 
 def random_model(config: PreTrainedConfig) -> torch.nn.Module:
     """A model whose every parameter matters, in float32, of numbers that bfloat16 holds."""
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    kind = (
+        transformers.AutoModelForImageTextToText
+        if hasattr(config, "vision_config")
+        else transformers.AutoModelForCausalLM
+    )
+    model = kind.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -118,7 +146,8 @@ def assert_close(got: np.ndarray, wanted: np.ndarray) -> None:
 @torch.no_grad()
 def make(name: str, config: PreTrainedConfig) -> None:
     model, folder = random_model(config), FOLDER / name
-    tokens = torch.randint(0, config.vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    ids = min(config.get_text_config().vocab_size, getattr(config, "boi_token_index", 44))  # no image in the text
+    tokens = torch.randint(0, ids, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     logits, with_padding = whole(model, tokens), padded(model, tokens)
     assert_close(by_token(model, tokens), logits)
     assert_close(with_padding[1, :SHORT], logits[1, :SHORT])
@@ -138,6 +167,6 @@ def make(name: str, config: PreTrainedConfig) -> None:
 
 
 if __name__ == "__main__":
-    for name, config in CONFIGS.items():
-        make(name, config)
+    for name in sys.argv[1:] or CONFIGS:
+        make(name, CONFIGS[name])
         print(name, sum(path.stat().st_size for path in (FOLDER / name).iterdir()))

@@ -158,15 +158,59 @@ def test_progress_ends_at_all_bytes(tmp_path: Path) -> None:
     assert seen == sorted(seen)
 
 
+GOLDEN = Path(__file__).parents[1] / "golden"
+WITH_IMAGES = GOLDEN / "gemma3_with_images"
+
+
+@pytest.mark.filterwarnings("ignore:.* tensors of .* are left out")
 def test_transformers_own_files_are_written_again(tmp_path: Path) -> None:
     """What `save` writes has the tensors that Hugging Face's library wrote, name by name and bit by bit."""
-    for folder in sorted(path.parent for path in (Path(__file__).parents[1] / "golden").glob("*/config.json")):
+    for folder in sorted(path.parent for path in GOLDEN.glob("*/config.json")):
         checkpoint = models.load(folder)
         models.save(tmp_path, checkpoint.config, checkpoint.params)
         ours, theirs = (safetensors.numpy.load_file(place / tensor_files.SINGLE) for place in (tmp_path, folder))
+        if folder == WITH_IMAGES:
+            theirs = {name.removeprefix("language_model."): x for name, x in theirs.items() if "language_model" in name}
         assert ours.keys() == theirs.keys()
         for name, tensor in ours.items():
             np.testing.assert_array_equal(tensor.view(np.uint16), theirs[name].view(np.uint16), err_msg=name)
+
+
+def test_a_vision_tower_is_left_out_and_said_to_be() -> None:
+    with pytest.warns(UserWarning, match="23 tensors of multi_modal_projector, vision_tower are left out: text alone"):
+        loaded = models.load(WITH_IMAGES)
+    stored = safetensors.numpy.load_file(WITH_IMAGES / tensor_files.SINGLE)
+    assert set(loaded.left_out) == {name for name in stored if not name.startswith("language_model.")}
+    assert models.load(GOLDEN / "gemma3").left_out == ()
+
+
+def copy_with_images(place: Path, rename: Callable[[str], str]) -> None:
+    """The golden checkpoint with a vision tower, its tensors under other names."""
+    stored = safetensors.numpy.load_file(WITH_IMAGES / tensor_files.SINGLE)
+    safetensors.numpy.save_file({rename(name): x for name, x in stored.items()}, place / tensor_files.SINGLE)
+    (place / "config.json").write_text((WITH_IMAGES / "config.json").read_text())
+
+
+@pytest.mark.filterwarnings("ignore:.* tensors of .* are left out")
+def test_a_vision_tower_s_checkpoint_of_the_library_s_own_names(tmp_path: Path) -> None:
+    def inner(name: str) -> str:
+        return name.replace("language_model.model.", "model.language_model.").replace("vision_t", "model.vision_t")
+
+    copy_with_images(tmp_path, inner)
+    assert_same(models.load(tmp_path).params, models.load(WITH_IMAGES).params)
+
+
+@pytest.mark.filterwarnings("ignore:.* tensors of .* are left out")
+def test_nothing_but_the_tower_is_left_out(tmp_path: Path) -> None:
+    copy_with_images(tmp_path, lambda name: name.replace("vision_tower.post", "audio_tower.post"))
+    with pytest.raises(ValueError, match=r"unexpected audio_tower\.post_layernorm\.bias \[8\]"):
+        models.load(tmp_path)
+    copy_with_images(tmp_path, lambda name: name.replace("language_model.model.norm", "vision_tower.norm"))
+    with pytest.raises(ValueError, match=r"missing model\.norm\.weight \[24\]"):
+        models.load(tmp_path)
+    configure(tmp_path, architectures=["Gemma3ForCausalLM"], model_type="gemma3_text")
+    with pytest.raises(ValueError, match="`boi_token_index`: expected no option"):
+        models.load(tmp_path)
 
 
 def test_every_wrong_tensor_is_listed_at_once(tmp_path: Path) -> None:

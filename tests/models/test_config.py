@@ -219,5 +219,36 @@ def test_a_preset_is_the_published_file(name: str) -> None:
     assert DecoderConfig.from_hf(PUBLISHED[name]) == PRESETS[name]
 
 
+WITH_IMAGES = PUBLISHED["gemma-3-4b"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text_config": None}, "`text_config`: expected the text model's configuration"),
+        ({"text_config": {"model_type": "gemma2"}}, "`text_config.model_type`: expected 'gemma3_text'"),
+        ({"model_type": "gemma3n"}, "`model_type`: expected 'gemma3'"),
+        ({"audio_config": {}}, "`audio_config`: expected no option that this decoder does not know"),
+        ({"tie_word_embeddings": False}, "`tie_word_embeddings`: expected the text_config's"),
+        ({"text_config": {"final_logit_softcapping": 30.0}}, "`final_logit_softcapping`: expected null"),
+        ({"text_config": {"attn_logit_softcapping": 30.0}}, "`attn_logit_softcapping`: expected None"),
+        ({"text_config": {"rope_scaling": {"rope_type": "yarn"}}}, "`rope_scaling`: expected rope_type"),
+        ({"architectures": ["Gemma3nForConditionalGeneration"]}, "`architectures`: .*Gemma3ForConditionalGeneration"),
+    ],
+)
+def test_what_a_model_with_a_vision_tower_may_not_say(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DecoderConfig.from_hf(WITH_IMAGES | change)
+
+
+def test_what_is_said_of_the_whole_model_holds_for_its_text() -> None:
+    small = WITH_IMAGES | {"text_config": WITH_IMAGES["text_config"] | {"num_attention_heads": 16, "vocab_size": None}}
+    config = DecoderConfig.from_hf(small | {"eos_token_id": 7})
+    assert (config.num_heads, config.num_kv_heads, config.vocab_size, config.eos_token_ids) == (16, 4, 262208, (7,))
+    alone = dict(small["text_config"]) | {"architectures": ["Gemma3ForCausalLM"]}
+    with pytest.raises(ValueError, match=r"num_key_value_heads|vocab_size"):  # by itself it may not leave these out
+        DecoderConfig.from_hf(alone)
+
+
 def test_it_is_a_static_argument() -> None:
     assert hash(DecoderConfig.from_hf(LLAMA)) == hash(DecoderConfig.from_hf(dict(LLAMA)))
