@@ -19,6 +19,7 @@ from flashspec.attention import (
     merge_across,
     merge_axis,
     plan_attention,
+    plan_decode,
 )
 from flashspec.cache import append, cache_bytes, dense_cache, paged_cache, rollback, view, window_cache
 from flashspec.fusion import EpiloguePlan, matmul_epilogue, plan_matmul_epilogue
@@ -88,6 +89,7 @@ __all__ = [
     "output_law",
     "paged_cache",
     "plan_attention",
+    "plan_decode",
     "plan_matmul_epilogue",
     "probabilities",
     "residual_distribution",

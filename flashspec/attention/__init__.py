@@ -3,6 +3,7 @@
 from flashspec.attention.api import attention_stats, dot_product_attention, plan_attention
 from flashspec.attention.cascade import cascade_attention
 from flashspec.attention.decode import cached_attention, decode_attention, decode_stats
+from flashspec.attention.decode_plan import plan_decode
 from flashspec.attention.plan import AttentionPlan
 from flashspec.attention.request import AttentionRequest
 from flashspec.attention.settings import BackwardConfig, DecodeConfig, ForwardConfig, Hopper
@@ -33,4 +34,5 @@ __all__ = [
     "merge_across",
     "merge_axis",
     "plan_attention",
+    "plan_decode",
 ]

@@ -239,21 +239,22 @@ def _operands(request: AttentionRequest, arrays: DecodeArrays) -> AttentionOpera
     return _dense(arrays, window=request.window, scale=request.scale, logits_soft_cap=request.logits_soft_cap)[1]
 
 
+def refusals(name: str, request: AttentionRequest, view: View) -> tuple[str, ...]:
+    """Why an implementation cannot decode a request; empty when it can."""
+    page = view.key_pages.shape[1] if isinstance(view, PagedView) else None
+    if name == "hopper":
+        return hopper_decode.refusals(request, page)
+    if name == "tpu":
+        return (*_no_statistics(request), *tpu_decode.refusals(request, page))
+    return _REFUSALS.get(name) or backends.BACKENDS[name].supports(request)
+
+
 def _select(implementation: AttentionImplementation, view: View, request: AttentionRequest) -> str:
     """The first implementation that can decode this request: of those named, or of all, the best first."""
     kernels = {"cuda": ("hopper",), "tpu": ("tpu",)}.get(request.platform, ())
     given, _ = split(implementation)
     names = (*kernels, "blockwise") if given is None else named(given, tuple(backends.BACKENDS))
-    page = view.key_pages.shape[1] if isinstance(view, PagedView) else None
-
-    def refusals(name: str) -> tuple[str, ...]:
-        if name == "hopper":
-            return hopper_decode.refusals(request, page)
-        if name == "tpu":
-            return (*_no_statistics(request), *tpu_decode.refusals(request, page))
-        return _REFUSALS.get(name) or backends.BACKENDS[name].supports(request)
-
-    return first_that_can(names, refusals)
+    return first_that_can(names, lambda name: refusals(name, request, view))
 
 
 def _no_statistics(request: AttentionRequest) -> tuple[str, ...]:

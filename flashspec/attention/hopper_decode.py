@@ -149,7 +149,7 @@ def _run(program: _Program, kind: type, names: tuple[str, ...], *arrays: Array) 
     if operands.page_table is not None:
         page, S = S, operands.page_table.shape[1] * S
     shape = DecodeShape(B, T, S, N, K, H, page)
-    config = _config(program, shape, kind)
+    config, _ = launch_config(program.request, shape, kind, program.num_splits)
     blocks = cdiv(S, config.block_keys)
     call = DecodeCall(
         shape,
@@ -165,13 +165,23 @@ def _run(program: _Program, kind: type, names: tuple[str, ...], *arrays: Array) 
     return program.kernel(call, operands)
 
 
-def _config(program: _Program, shape: DecodeShape, kind: type) -> DecodeConfig:
-    """Launch settings. Tuned ones depend on the batch, and `num_splits` promises that a row's result does not."""
-    request = program.request
+def launch_config(
+    request: AttentionRequest, shape: DecodeShape, kind: type, num_splits: int | None
+) -> tuple[DecodeConfig, str]:
+    """Launch settings of a call, and where they come from: "given", "tuned" or "heuristic".
+
+    Tuned ones depend on the batch, and `num_splits` promises that a row's result does not.
+
+    Args:
+      request: of the call.
+      shape: its sizes on one device.
+      kind: of the view.
+      num_splits: as in `decode_attention`.
+    """
     given = None if request.settings is None else request.settings.decode
-    device = request.device_kind if program.num_splits is None else None
+    device = request.device_kind if num_splits is None else None
     key = tuning_key(shape, request.dtype.name, is_ring=kind is WindowView)
-    return tuning.choose("attention_decode", device, key, given, lambda: heuristic(shape, CORES))[0]
+    return tuning.choose("attention_decode", device, key, given, lambda: heuristic(shape, CORES))
 
 
 def tuning_key(shape: DecodeShape, dtype: str, *, is_ring: bool = False) -> tuning.TuningKey:

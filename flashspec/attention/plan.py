@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from flashspec import costs
 from flashspec.attention.backends import BACKENDS, Backend, select
 from flashspec.attention.request import AttentionOperands, AttentionRequest
 from flashspec.attention.settings import AttentionImplementation
@@ -108,7 +109,7 @@ def make_plan(
             *(2 * (3 * request.H + 2 * request.Hv), _backward_bytes(request, operands)),
         ),
         rejected={name: reasons for name, reasons in refusals.items() if reasons},
-        copies={**(_copies(given) if backend.row_major else {}), **backend.copies(request)},
+        copies={**(copied_operands(given) if backend.row_major else {}), **backend.copies(request)},
     )
 
 
@@ -133,17 +134,15 @@ def _pass(
     moved: int,
 ) -> Pass:
     flops = request.B * request.N * visible_pairs(request) * flops_a_pair
-    bound, source = _roofline(request, facts, flops, moved), backend.sources(request).get(direction, "")
+    bound, source = roofline_s(request, facts, flops, moved), backend.sources(request).get(direction, "")
     return Pass(backend.name, backend.config(request), flops, moved, bound, source)
 
 
-def _roofline(request: AttentionRequest, facts: DeviceFacts | None, flops: int, moved: int) -> float | None:
+def roofline_s(request: AttentionRequest, facts: DeviceFacts | None, flops: int, moved: int) -> float | None:
+    """max(F / R, Q / b) of section 33.1 by the rates that the device's data sheet gives; None where it gives none."""
     if facts is None:
         return None
-    rates = {2: facts.bf16_flops, 4: facts.f32_flops}
-    costs = ((flops, rates.get(request.dtype.itemsize)), (moved, facts.memory_bandwidth))
-    times = [amount / rate for amount, rate in costs if rate is not None]
-    return max(times, default=None)
+    return costs.sheet_bound_s(flops, moved, facts, request.dtype.itemsize)
 
 
 def _forward_bytes(request: AttentionRequest, operands: AttentionOperands) -> int:
@@ -166,7 +165,7 @@ def _bytes(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def _copies(given: Mapping[str, Any]) -> dict[str, int]:
+def copied_operands(given: Mapping[str, Any]) -> dict[str, int]:
     """Operands that lie in memory in another order than their axes, where that can be seen: on concrete jax arrays."""
     concrete: dict[str, Any] = {name: x for name, x in given.items() if isinstance(x, jax.Array) and is_concrete(x)}
     orders = {name: x.format.layout.major_to_minor for name, x in concrete.items()}

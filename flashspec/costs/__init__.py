@@ -7,7 +7,7 @@ floats out. `device_bound` holds the roofline of section 33.1, `latency` eq. 33.
 
 from flashspec.costs.acceptance import expected_acceptance, expected_tokens, survival
 from flashspec.costs.amortisation import break_even_calls, net_benefit, pays_off
-from flashspec.costs.device_bound import Rates, Roofline, roofline, sourced_rates
+from flashspec.costs.device_bound import Rates, Roofline, roofline, sheet_bound_s, sourced_rates
 from flashspec.costs.latency import amdahl_speedup, time_per_token
 from flashspec.costs.speedup import (
     RoundCosts,
@@ -33,6 +33,7 @@ __all__ = [
     "net_benefit",
     "pays_off",
     "roofline",
+    "sheet_bound_s",
     "sourced_rates",
     "speculative_speedup",
     "survival",

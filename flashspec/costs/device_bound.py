@@ -7,6 +7,7 @@ from flashspec.costs.numbers import Number, nonnegative, positive, ratio
 from flashspec.devices import DeviceFacts
 
 COMPUTE, MEMORY, LAUNCH = "compute", "memory", "launch"
+FLOP_RATES = {2: "bf16_flops", 4: "f32_flops"}  # by bytes an element
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +102,35 @@ def sourced_rates(facts: DeviceFacts, itemsize: int, *, launch_s: Number = 0) ->
     Raises:
       ValueError: the sheets give no rate for that itemsize, or no bandwidth.
     """
-    names = {2: "bf16_flops", 4: "f32_flops"}
-    if itemsize not in names:
+    if itemsize not in FLOP_RATES:
         raise fail("itemsize", "2 or 4 bytes", itemsize)
-    flops, bandwidth = getattr(facts, names[itemsize]), facts.memory_bandwidth
+    flops, bandwidth = getattr(facts, FLOP_RATES[itemsize]), facts.memory_bandwidth
     if flops is None or bandwidth is None:
-        raise fail("facts", f"a device with {names[itemsize]} and memory_bandwidth (else calibrate)", facts.name)
-    sources = {facts.sources[name] for name in (names[itemsize], "memory_bandwidth")}
+        raise fail("facts", f"a device with {FLOP_RATES[itemsize]} and memory_bandwidth (else calibrate)", facts.name)
+    sources = {facts.sources[name] for name in (FLOP_RATES[itemsize], "memory_bandwidth")}
     return Rates(flops, bandwidth, launch_s, "; ".join(sorted(sources)))
+
+
+def sheet_bound_s(flops: Number, bytes_moved: Number, facts: DeviceFacts, itemsize: int) -> float | None:
+    """`roofline`'s lower bound by whichever peak rates the vendor's sheet gives for a dtype.
+
+    Args:
+      flops: F >= 0, operations.
+      bytes_moved: Q >= 0, bytes to and from memory.
+      facts: of the device.
+      itemsize: bytes an element; without a rate for it, transfers alone bound the time.
+
+    Returns:
+      Seconds; None where the sheet gives neither rate.
+
+    Raises:
+      ValueError: a negative or non-finite number.
+
+    Source: chapter 33.1.
+    """
+    peak, bandwidth = getattr(facts, FLOP_RATES.get(itemsize, ""), None), facts.memory_bandwidth
+    if peak is None and bandwidth is None:
+        return None
+    # A rate that is not given bounds nothing: that part of the work counts as none.
+    work = flops if peak is not None else 0, bytes_moved if bandwidth is not None else 0
+    return float(roofline(*work, Rates(peak or 1, bandwidth or 1, 0, facts.name)).lower_bound_s)

@@ -68,6 +68,16 @@ def test_rates_come_from_the_data_sheet_of_the_dtype():
     assert (large.bound_by, small.bound_by) == ("compute", "memory")
 
 
+def test_a_sheet_bounds_by_the_rates_that_it_gives():
+    h200, v5e, nothing = map(device_facts, ("NVIDIA H200", "TPU v5e", "cpu"))
+    assert costs.sheet_bound_s(989.5e12, 1, h200, 2) == 1
+    assert costs.sheet_bound_s(1, 4.8e12, h200, 2) == 1
+    assert costs.sheet_bound_s(989.5e12, 4.8e12, h200, 8) == 1, "no rate for eight bytes: transfers alone"
+    assert v5e.f32_flops is None
+    assert costs.sheet_bound_s(1e30, v5e.memory_bandwidth, v5e, 4) == 1
+    assert costs.sheet_bound_s(1, 1, nothing, 4) is None
+
+
 @pytest.mark.parametrize(
     ("call", "name"),
     [
