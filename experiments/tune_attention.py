@@ -1,7 +1,6 @@
 """Which launch settings run attention fastest on this device: a search, whose result the library reads."""
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 import time
@@ -13,7 +12,19 @@ import jax
 import jax.numpy as jnp
 
 from experiments import attention_throughput
-from experiments.attention_cases import CLOSE, Case, distance, forward, gradients, operands, oracle, ours, part
+from experiments.attention_cases import (
+    CLOSE,
+    WORKERS,
+    Case,
+    compile_together,
+    distance,
+    forward,
+    gradients,
+    operands,
+    oracle,
+    ours,
+    part,
+)
 from experiments.harness import Job
 from flashspec.attention import DenseView, Hopper, decode_attention, hopper, hopper_decode, plan_attention, tuning
 from flashspec.measure import Call, checked, compile_call, interleaved
@@ -38,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="only cases whose name has this text, such as 'T4096'")
     parser.add_argument("--repeats", type=int, default=9, help="timed calls of the best candidates, in turn")
     parser.add_argument("--seconds", type=float, default=1500.0, help="after which no further shape is begun")
-    parser.add_argument("--workers", type=int, default=8, help="candidates that are compiled at once")
+    parser.add_argument("--workers", type=int, default=WORKERS, help="candidates that are compiled at once")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,15 +188,7 @@ def search(task: Task, *, repeats: int, workers: int = 1) -> Found:
 
 def _compiled(task: Task, configs: Sequence[Any], workers: int) -> tuple[dict[Any, Call], dict[Any, str]]:
     """Calls by settings, and for those that do not compile the reason."""
-    calls, failed = {}, {}
-    with concurrent.futures.ThreadPoolExecutor(max(1, workers)) as pool:
-        waiting = {config: pool.submit(task.build, config) for config in configs}
-        for config, one in waiting.items():
-            try:
-                calls[config] = one.result()
-            except Exception as error:  # a candidate that cannot be compiled is no candidate, whatever stops it
-                failed[config] = f"{type(error).__name__}: {str(error)[:200]}"
-    return calls, failed
+    return compile_together({config: functools.partial(task.build, config) for config in configs}, workers)
 
 
 def _out(errors: Mapping[Any, float], wrong: dict[Any, str], bound: float) -> None:

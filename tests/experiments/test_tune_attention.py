@@ -1,7 +1,6 @@
 """The search for launch settings: a fast wrong result is never recorded, and what is recorded is read."""
 
 import dataclasses
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from experiments.attention_cases import Case
 from experiments.tune_attention import Task, save, search
 from flashspec.attention import ForwardConfig, tuning
 from flashspec.attention.tuning import TuningKey
+from flashspec.measure import HOST, Checked, Interleaved, Timing
 
 HEURISTIC = ForwardConfig()
 GOOD, SECTION, WRONG, NAN, BROKEN = (
@@ -23,30 +23,40 @@ GOOD, SECTION, WRONG, NAN, BROKEN = (
     ForwardConfig(stages=1),
     ForwardConfig(block_kv=192),
 )
-# Milliseconds and relative errors: the two wrong ones would win.
-SPEEDS = {HEURISTIC: (8, 2e-3), GOOD: (4, 2e-3), SECTION: (2, 2e-3), WRONG: (0, 4e-3), NAN: (0, np.nan)}
+# Seconds and relative errors: the two wrong ones would win.
+SPEEDS = {HEURISTIC: (8.0, 2e-3), GOOD: (4.0, 2e-3), SECTION: (2.0, 2e-3), WRONG: (0.1, 4e-3), NAN: (0.1, np.nan)}
 KEY = TuningKey("bfloat16", 16, 64, 64, 1, 128, 128, "full")
 
 
-def task(speeds: dict[Any, tuple[int, float]], *configs: ForwardConfig) -> Task:
-    """A shape of stand-ins that sleep and return their error."""
+def task(speeds: dict[Any, tuple[float, float]], *configs: ForwardConfig) -> Task:
+    """A shape of stand-ins; one without a speed "does not compile"."""
 
     def build(config: Any) -> Callable[[], float]:
-        milliseconds, error = speeds[config]  # KeyError for one that "does not compile"
-
-        def call() -> float:
-            time.sleep(1e-3 * milliseconds)
-            return error
-
-        return call
+        seconds, error = speeds[config]
+        TIMES[str(config)] = seconds
+        return lambda: error
 
     return Task("attention_forward", "a shape", KEY, (HEURISTIC, *configs), build, float)  # type: ignore[arg-type]
+
+
+TIMES: dict[str, float] = {}
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times as the stand-ins state them, of calls whose check passed."""
+
+    def interleaved(calls: Any, *, check: Checked, repeats: int) -> Interleaved:
+        assert check.passed
+        return Interleaved({name: Timing((TIMES[name],) * repeats, HOST, 0.0) for name in calls}, check)
+
+    monkeypatch.setattr(tune_attention, "interleaved", interleaved)
 
 
 def test_the_fastest_right_settings_are_found_and_wrong_ones_named() -> None:
     found = search(task(SPEEDS, WRONG, GOOD, SECTION, NAN, BROKEN), repeats=3, workers=2)
     assert found.entry.config == SECTION
-    assert found.entry.heuristic_seconds > 2 * found.entry.seconds > 0
+    assert (found.entry.heuristic_seconds, found.entry.seconds, found.entry.error) == (8.0, 2.0, 2e-3)
     assert set(found.wrong) == {WRONG, NAN, BROKEN}
     assert "allowed" in found.wrong[WRONG]
     assert "KeyError" in found.wrong[BROKEN]
@@ -54,24 +64,20 @@ def test_the_fastest_right_settings_are_found_and_wrong_ones_named() -> None:
 
 def test_a_search_that_checks_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune_attention, "_out", lambda errors, wrong, bound: None)
-    monkeypatch.setattr(tune_attention, "checked", lambda what, check: tune_attention_checked(what))
+    with pytest.raises(AssertionError):  # a wrong result has no speed
+        search(task(SPEEDS, WRONG, GOOD), repeats=3)
+    monkeypatch.setattr(tune_attention, "checked", lambda what, check: Checked(what, True))
     assert search(task(SPEEDS, WRONG, GOOD), repeats=3).entry.config == WRONG
 
 
-def tune_attention_checked(what: str) -> Any:
-    from flashspec.measure import Checked
-
-    return Checked(what, True)
-
-
 def test_a_gain_within_the_noise_leaves_the_heuristic() -> None:
-    slightly = {HEURISTIC: (40, 2e-3), GOOD: (40, 2e-3)}
-    assert search(task(slightly, GOOD), repeats=3).entry.config == HEURISTIC
+    for seconds, best in ((7.95, HEURISTIC), (7.9, GOOD)):
+        assert search(task(SPEEDS | {GOOD: (seconds, 2e-3)}, GOOD), repeats=3).entry.config == best
 
 
 def test_a_wrong_heuristic_stops_the_search() -> None:
     with pytest.raises(ValueError, match="the heuristic's result is wrong"):
-        search(task({HEURISTIC: (0, 0.5)}), repeats=1)
+        search(task({HEURISTIC: (1.0, 0.5)}), repeats=1)
     with pytest.raises(ValueError, match="fails: KeyError"):
         search(task({}), repeats=1)
 

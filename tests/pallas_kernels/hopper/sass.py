@@ -1,0 +1,269 @@
+"""Kernels compiled for an H200 where there is none, down to machine code: registers, spills, shared memory.
+
+    python -m tests.pallas_kernels.hopper.sass "forward 128 causal" ...
+
+compiles variants by name (without one, all) in this process and prints a line of JSON for each kernel of each. What it
+needs is the extra `aot`: jax's CUDA plugin, ptxas and nvdisasm. `reports` runs it in a process of its own, since XLA
+reads from the environment, once, where to leave what ptxas said.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+TARGET = Path(__file__).with_name("h200.txtpb")
+ROOT = Path(__file__).parents[3]
+NEEDED = "jax-cuda13-plugin, jax-cuda13-pjrt, nvidia-cuda-nvcc and nvidia-cuda-nvdisasm (the extra `aot`)"
+SHARED_MEMORY = 227 * 1024  # bytes that a thread block may have
+TIMEOUT = 900
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What the compiler said of one kernel.
+
+    Attributes:
+      variant: that it belongs to.
+      kernel: its name.
+      registers: of a thread, on average over the warpgroups of a block.
+      spilled: bytes that are stored because there is no register for them.
+      serialized: whether matrix products wait for each other, which the compiler does where it cannot follow them.
+      shared_bytes: of a thread block.
+      products: matrix instructions (HGMMA or HMMA).
+    """
+
+    variant: str
+    kernel: str
+    registers: int
+    spilled: int
+    serialized: bool
+    shared_bytes: int
+    products: int
+
+
+def missing() -> str:
+    """Why nothing can be compiled here; empty when it can."""
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        return f"needs {NEEDED}: there is no jax_cuda13_plugin"
+    absent = [tool for tool in ("ptxas", "nvdisasm") if _tool(tool) is None]
+    return f"needs {NEEDED}: there is no {', '.join(absent)}" if absent else ""
+
+
+def _tool(name: str) -> str | None:
+    """Where a program of the CUDA toolkit lies: in the environment's packages, or on PATH."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
+    found = (str(path) for folder in folders for path in folder.glob(f"*/bin/{name}"))
+    return next(found, None) or shutil.which(name)
+
+
+def reports(names: Iterable[str]) -> dict[str, list[Report]]:
+    """Compile variants in a process of their own; the kernels of each by its name."""
+    command = [sys.executable, "-m", "tests.pallas_kernels.hopper.sass", *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=TIMEOUT)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+    found: dict[str, list[Report]] = {}
+    for line in done.stdout.splitlines():
+        report = Report(**json.loads(line))
+        found.setdefault(report.variant, []).append(report)
+    return found
+
+
+def complaints(report: Report, spilled: int = 0) -> list[str]:
+    """What is wrong with a kernel that may spill so many bytes."""
+    rules = (
+        (report.spilled > spilled, f"spills {report.spilled} bytes, of which {spilled} are known"),
+        (report.serialized, "its matrix products wait for each other"),
+        (report.shared_bytes > SHARED_MEMORY, f"takes {report.shared_bytes} bytes of shared memory"),
+    )
+    return [f"{report.variant}, {report.kernel}: {text}" for broken, text in rules if broken]
+
+
+# What is compiled. Each variant makes a function and the shapes of its arguments, from (shape, dtype) -> an argument.
+
+type Make = Callable[..., Any]
+type Variant = Callable[[Make], tuple[Callable[..., Any], tuple[Any, ...]]]
+
+T, N = 2048, 8
+MASKS = ("full", "causal", "window", "segments")
+
+
+def _mask(kind: str) -> Any:
+    from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, Bounds
+
+    bounds = {"window": Bounds(-1023, 0, T, T)}.get(kind, Bounds(0, 0, T, T))
+    return AttentionMask(kind == "window", kind in ("causal", "window"), kind == "segments", bounds)
+
+
+def _segments(kind: str, make: Make) -> tuple[Any, ...]:
+    import jax.numpy as jnp
+
+    return tuple(make((2, T), jnp.int32) for _ in range(2 * (kind == "segments")))
+
+
+def _forward(H: int, kind: str, make: Make, config: Any = None, **options: Any) -> Any:
+    import jax.numpy as jnp
+
+    from pallas_kernels.gpu.hopper.attention_forward import attention_forward
+    from pallas_kernels.gpu.hopper.attention_forward_config import AttentionShape, heuristic
+    from pallas_kernels.gpu.hopper.attention_mask import SegmentIds
+
+    chosen = config or heuristic(AttentionShape(2, T, T, N, N, H, H), options.get("statistics", False))
+
+    def call(query: Any, key: Any, value: Any, *ids: Any) -> Any:
+        segments = SegmentIds(*ids) if ids else None
+        return attention_forward(
+            query, key, value, None, segments, mask=_mask(kind), scale=0.1, config=chosen, **options
+        )
+
+    x = make((2, T, N, H), jnp.bfloat16)
+    return call, (x, x, x, *_segments(kind, make))
+
+
+def _wide_tiles(make: Make) -> Any:
+    """Blocks of 256 keys: the scores of a step alone fill the registers."""
+    from pallas_kernels.gpu.hopper.attention_forward_config import ForwardConfig
+
+    return _forward(128, "full", make, ForwardConfig(block_kv=256, stages=1))
+
+
+def _backward(H: int, kind: str, deterministic: bool, make: Make) -> Any:
+    import jax.numpy as jnp
+
+    from pallas_kernels.gpu.hopper.attention_backward import attention_backward
+    from pallas_kernels.gpu.hopper.attention_backward_config import BackwardShape, heuristic
+    from pallas_kernels.gpu.hopper.attention_mask import SegmentIds
+
+    config = heuristic(BackwardShape(2, T, T, N, N, H, H))
+
+    def call(*arrays: Any) -> Any:
+        operands, ids = arrays[:6], arrays[6:]
+        segments = SegmentIds(*ids) if ids else None
+        options = {"mask": _mask(kind), "scale": 0.1, "deterministic": deterministic, "config": config}
+        return attention_backward(*operands, None, segments, **options)
+
+    x, row = make((2, T, N, H), jnp.bfloat16), make((2, N, T), jnp.float32)
+    return call, (x, x, x, x, row, row, *_segments(kind, make))
+
+
+def _decode(tokens: int, heads: tuple[int, int], H: int, kind: str, make: Make) -> Any:
+    import jax.numpy as jnp
+
+    from pallas_kernels.gpu.hopper.attention_decode import decode
+    from pallas_kernels.gpu.hopper.attention_decode_config import DecodeCall, DecodeOperands, DecodeShape, heuristic
+
+    B, S, (heads_q, heads_kv), page = 4, 2048, heads, 64
+    shape = DecodeShape(B, tokens, S, heads_q, heads_kv, H, page if kind == "pages" else None)
+    call = DecodeCall(shape, heuristic(shape, 132), 0.1, left=1000 if kind == "ring" else None, is_ring=kind == "ring")
+    size = (B * S // page, page, heads_kv, H) if kind == "pages" else (B, S, heads_kv, H)
+    arrays = {
+        "query": make((B, tokens, heads_q, H), jnp.bfloat16),
+        "key": make(size, jnp.bfloat16),
+        "value": make(size, jnp.bfloat16),
+        "length": make((B,), jnp.int32),
+    }
+    arrays |= {"page_table": make((B, S // page), jnp.int32)} if kind == "pages" else {}
+    arrays |= {"positions": make((B, S), jnp.int32)} if kind == "ring" else {}
+    names = tuple(arrays)
+    return lambda *x: decode(call, DecodeOperands(**dict(zip(names, x, strict=True)))), tuple(arrays.values())
+
+
+PLANTED = "planted: tiles that are too large"
+VARIANTS: dict[str, Variant] = {
+    **{f"forward {H} {kind}": functools.partial(_forward, H, kind) for H in (64, 128, 256) for kind in MASKS},
+    "forward 128 statistics": functools.partial(_forward, 128, "causal", statistics=True),
+    "forward 128 soft cap": functools.partial(_forward, 128, "causal", soft_cap=30.0),
+    **{f"backward {H} {kind}": functools.partial(_backward, H, kind, False) for H in (64, 128, 256) for kind in MASKS},
+    **{
+        f"backward {H} {kind} deterministic": functools.partial(_backward, H, kind, True)
+        for H in (64, 128)
+        for kind in ("full", "causal")
+    },
+    **{f"decode {n} dense": functools.partial(_decode, n, (32, 8), 128, "dense") for n in (1, 4, 8, 16)},
+    "decode 1 dense, a head a group": functools.partial(_decode, 1, (8, 8), 128, "dense"),
+    "decode 16 dense, sixteen heads a group": functools.partial(_decode, 16, (32, 2), 128, "dense"),
+    "decode 4 dense 64": functools.partial(_decode, 4, (32, 8), 64, "dense"),
+    "decode 4 dense 256": functools.partial(_decode, 4, (32, 8), 256, "dense"),
+    "decode 4 pages": functools.partial(_decode, 4, (32, 8), 128, "pages"),
+    "decode 4 ring": functools.partial(_decode, 4, (32, 8), 128, "ring"),
+    PLANTED: _wide_tiles,
+}
+
+
+# In the process that compiles.
+
+
+def main(names: list[str]) -> None:
+    """Compile variants and print what came of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {
+            "JAX_PLATFORMS": "cpu",
+            "MOSAIC_GPU_DUMP_TO": folder,
+            "MOSAIC_GPU_DUMP_PTXAS": "1",
+            "MOSAIC_GPU_DUMP_SASS": "1",
+            "MOSAIC_GPU_DUMP_RESOURCES": "1",
+            "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+        }
+        paths = {str(Path(found).parent) for found in (_tool("ptxas"), _tool("nvdisasm")) if found}
+        os.environ["PATH"] = os.pathsep.join([*paths, os.environ.get("PATH", "")])
+        for name in names or VARIANTS:
+            _compile(VARIANTS[name])
+            for report in _read(name, Path(folder)):
+                print(json.dumps(dataclasses.asdict(report)), flush=True)
+            for file in Path(folder).iterdir():
+                file.unlink()  # a pass log takes up to 170 MB
+
+
+def _compile(variant: Variant) -> None:
+    import jax
+
+    sharding = _sharding()
+    function, arguments = variant(lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
+    jax.jit(function).lower(*arguments).compile()
+
+
+@functools.cache
+def _sharding() -> Any:
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    device = topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology="1x1x1").devices[
+        0
+    ]
+    return NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
+
+
+def _read(variant: str, folder: Path) -> Iterator[Report]:
+    for file in sorted(folder.glob("*.ptxas")):
+        said = file.read_text()
+        registers, stores = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
+        resources = re.search(r"smem_scratch_bytes=(\d+)", file.with_suffix(".resources.txt").read_text())
+        (code,) = (path.read_text() for path in folder.glob(f"{file.stem}.sass*"))
+        assert registers
+        assert stores
+        assert resources
+        yield Report(
+            variant=variant,
+            kernel=re.sub(r"_\d+$", "", file.stem),
+            registers=int(registers[1]),
+            spilled=int(stores[1]),
+            serialized="wgmma.mma_async instructions are serialized" in said,
+            shared_bytes=int(resources[1]),
+            products=len(re.findall(r"\bHG?MMA\b", code)),
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
