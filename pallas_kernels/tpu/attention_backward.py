@@ -142,8 +142,9 @@ def _kernel(call: AttentionCall, config: AttentionBackwardConfig, hides_keys: bo
 
     @pl.when(step.first)
     def start() -> None:
-        for name in ("key_sum", "value_sum"):
-            refs[name][...] = jnp.zeros(refs[name].shape, jnp.float32)
+        for name in ("key_sum", "value_sum", "g_bias"):
+            if name in refs:  # a step whose keys nobody sees writes its block of the bias gradient all the same
+                refs[name][...] = jnp.zeros(refs[name].shape, jnp.float32)
 
     def add(tile: Tile, products: tuple[Array, Array], masked: bool) -> None:
         _add(call, refs, tile, products, masked, hides_keys, batch, head)

@@ -96,8 +96,9 @@ def _kernel(activation: Callable[[Array], Array] | None, refs: dict[str, Any]) -
 
     @pl.when(pl.program_id(2) == 0)
     def start() -> None:
-        for name in pairs.keys() & refs.keys():
-            refs[name][...] = jnp.zeros(refs[name].shape, jnp.float32)
+        for name in pairs:
+            if name in refs:
+                refs[name][...] = jnp.zeros(refs[name].shape, jnp.float32)
 
     x = refs["x"][...]
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None

@@ -21,7 +21,7 @@ from flashspec.attention.request import make_request
 from flashspec.masks import make_mask
 from pallas_kernels.tpu import attention_schedule
 from pallas_kernels.tpu.attention_config import AttentionCall, AttentionStructure
-from tests.contracts.interpreted_tpu import interpreted_tpu
+from tests.contracts.interpreted_tpu import interpreted_tpu, races_found, small_blocks
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (the extra `tpu` brings it)"
@@ -72,24 +72,24 @@ def assert_same(got: Any, want: Any, tolerance: float = 2e-5) -> None:
     ],
     ids=lambda options: ",".join(options),
 )
-def test_memory_is_written_before_it_is_read(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from jax._src.pallas.mosaic.interpret.interpret_pallas_call import races
-
+def test_memory_is_written_before_it_is_read(options: dict[str, Any]) -> None:
     want = value_and_gradients("blockwise", **options)(*operands())
-    small_blocks(monkeypatch)
-    with interpreted_tpu(pltpu.InterpretParams(detect_races=True, vector_clock_size=64)):
+    with small_blocks(), interpreted_tpu(pltpu.InterpretParams(detect_races=True, vector_clock_size=64)):
         assert_same(value_and_gradients("tpu", **options)(*operands()), want)
-    assert races is None or not races.races_found
+    assert not races_found()
 
 
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 128, so that 200 queries and keys have several."""
-    from pallas_kernels.tpu.attention_backward_config import AttentionBackwardConfig
-    from pallas_kernels.tpu.attention_forward_config import AttentionForwardConfig
+def test_a_bias_that_nobody_sees_has_no_gradient() -> None:
+    """Blocks of it that are never computed are written to memory all the same: with zeros, not with what lay there."""
+    query, key, value = (x[:1, :9] for x in operands())
 
-    sizes = (128, 128, 128, 128)
-    monkeypatch.setattr(tpu, "_forward_config", lambda request: AttentionForwardConfig(*sizes))
-    monkeypatch.setattr(tpu, "_backward_config", lambda request: AttentionBackwardConfig(*sizes))
+    def total(bias: jax.Array, lengths: np.ndarray) -> jax.Array:
+        return jnp.sum(dot_product_attention(query, key, value, bias, kv_lengths=lengths, implementation="tpu") ** 2)
+
+    with interpreted_tpu(pltpu.InterpretParams()):
+        gradients = [jax.grad(total)(jnp.ones((1, 1, 1, 9)), np.array([length])) for length in (0, 9)]
+    assert not np.any(np.asarray(gradients[0]))
+    assert np.all(np.asarray(gradients[1]) != 0)
 
 
 PLANTED_RACE = """
@@ -133,14 +133,13 @@ def test_the_interpreter_finds_a_planted_race(when: str, answer: str) -> None:
 # Transformations.
 
 
-def test_vmap_and_jacrev(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_blocks(monkeypatch)
+def test_vmap_and_jacrev() -> None:
     several = operands(2)
 
     def call(implementation: str, *args: jax.Array) -> Any:
         return value_and_gradients(implementation, is_causal=True)(*args)
 
-    with interpreted_tpu():
+    with small_blocks(), interpreted_tpu():
         got = jax.vmap(functools.partial(call, "tpu"), in_axes=(0, None, None))(
             several[0], several[1][0], several[2][0]
         )
@@ -244,40 +243,55 @@ def test_what_is_refused() -> None:
 
 
 COMPILE = """
+    import sys
+
     import jax, jax.numpy as jnp, numpy as np
     from jax.experimental import topologies
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-    from flashspec.attention import tpu
-    from flashspec.attention.backends import _tpu_kernels
-    from flashspec.attention.request import make_request
+    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+    from flashspec import selection
+    from flashspec.attention import DenseView, api, decode, decode_attention, dot_product_attention
 
+    # What a process with these chips would find.
+    api.resolve_device = decode.resolve_device = lambda *_: selection.Target("TPU v5 lite", "tpu")
+    selection.targets = tuple
+    kind = {"shard_map": AxisType.Auto, "explicit axes": AxisType.Explicit}[sys.argv[1]]
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
-    mesh = Mesh(np.array(devices).reshape(4, 4), ("rows", "heads"))
-    spec = P("rows", None, "heads")
+    mesh = Mesh(np.array(devices).reshape(4, 4), ("rows", "heads"), axis_types=(kind, kind))
+    heads, rows = P("rows", None, "heads"), P("rows")
 
     def attend(query, key, value, lengths):
-        request, operands = make_request(query, key, value, is_causal=True, kv_lengths=lengths, platform="tpu")
-        return tpu.tpu_attention(_tpu_kernels(), request, operands)[0]
+        return dot_product_attention(query, key, value, is_causal=True, kv_lengths=lengths)
 
-    local = jax.shard_map(attend, mesh=mesh, in_specs=(spec, spec, spec, P("rows")), out_specs=spec)
-    loss = lambda *args: jnp.sum(local(*args).astype(jnp.float32) ** 2)
-    shape = lambda dtype, spec, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
-    query, key = (shape(jnp.bfloat16, spec, 8, 1024, heads, 128) for heads in (16, 8))
-    lengths = shape(jnp.int32, P("rows"), 8)
-    text = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(query, key, key, lengths).compile().as_text()
-    assert "flashspec_attention_forward" in text
-    assert "flashspec_attention_backward" in text
-    assert "all-gather" not in text
+    def step(query, key, value, lengths):
+        return decode_attention(query, DenseView(key, value, lengths))
+
+    def compiled(call, of, T):
+        if kind == AxisType.Auto:
+            call = jax.shard_map(call, mesh=mesh, in_specs=(heads, heads, heads, rows), out_specs=heads)
+        shape = lambda dtype, spec, *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+        query, key = (shape(jnp.bfloat16, heads, 8, *size, 128) for size in ((T, 16), (1024, 4)))
+        return jax.jit(of(call)).lower(query, key, key, shape(jnp.int32, rows, 8)).compile().as_text()
+
+    loss = lambda call: lambda *x: jnp.sum(call(*x).astype(jnp.float32) ** 2)
+    training = compiled(attend, lambda call: jax.grad(loss(call), argnums=(0, 1, 2)), 1024)
+    assert "flashspec_attention_forward" in training
+    assert "flashspec_attention_backward" in training
+    decoding = compiled(step, lambda call: call, 2)
+    assert "flashspec_attention_decode" in decoding
+    for text in (training, decoding):
+        assert not any(moved in text for moved in ("all-gather", "all-to-all", "collective-permute"))
     print("compiled")
 """
 
 
 @needs_libtpu
-def test_kernels_compile_under_shard_map_for_a_slice_of_v5e() -> None:
+@pytest.mark.parametrize("how", ["shard_map", "explicit axes"])
+def test_kernels_compile_for_a_slice_of_v5e(how: str) -> None:
+    """Batch and heads over 4 x 4 chips, one key/value head on each; nothing is moved."""
     from experiments.tpu_schedule import environment
 
     out = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(COMPILE)],
+        [sys.executable, "-c", textwrap.dedent(COMPILE), how],
         env=environment("v5litepod-16"),
         capture_output=True,
         text=True,

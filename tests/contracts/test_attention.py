@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from flashspec.attention import attention_stats, dot_product_attention
 from flashspec.online_softmax import finalize, merge, merge_axis
@@ -26,7 +27,7 @@ from tests.contracts.attention_oracle import (
     run,
     small_tiles,
 )
-from tests.contracts.interpreted_tpu import interpreted_tpu
+from tests.contracts.interpreted_tpu import interpreted_tpu, races_found, small_blocks
 
 PAIRS = list(pairwise(LEVELS))
 # "tiles" is "blockwise" with tiles smaller than these arrays, which are otherwise a single one; "tpu" is interpreted.
@@ -64,6 +65,28 @@ def pairs_of_options() -> Iterator[Any]:
 def test_pairs_of_options(choice: dict[str, Any], implementation: str) -> None:
     case = random_case(PAIRS.index(choice), **choice)
     assert_close(run(case, implementation), oracle(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", PAIRS, ids=describe)
+@pytest.mark.parametrize("copies", ["on_wait", "eager"])
+def test_pairs_of_options_in_simulated_memory(choice: dict[str, Any], copies: Any) -> None:
+    """The TPU kernels where uninitialised memory is NaN, copies come early or late, and races are looked for."""
+    case = random_case(PAIRS.index(choice), **choice)
+    memory = pltpu.InterpretParams(detect_races=True, vector_clock_size=64, dma_execution_mode=copies)
+    with interpreted_tpu(memory):
+        assert_close(run(case, "tpu"), oracle(case))
+    assert not races_found()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", PAIRS, ids=describe)
+def test_pairs_of_options_over_several_blocks(choice: dict[str, Any]) -> None:
+    """The same where 200 queries and 330 keys are cut into blocks of 128."""
+    *_, N, K, H, Hv = choice.get("sizes", LEVELS["sizes"][0])
+    case = random_case(PAIRS.index(choice), **(choice | {"sizes": (2, 200, 330, N, K, H, Hv)}))
+    with interpreted_tpu(pltpu.InterpretParams()), small_blocks():
+        assert_close(run(case, "tpu"), oracle(case))
 
 
 def test_the_cover_has_every_pair_of_options() -> None:
