@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 from jax.extend import backend as jax_backend
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from flashspec.checks import fail, is_concrete, one_of
 from flashspec.devices import find_device_facts
@@ -142,5 +142,43 @@ def shards(operand: Any, axis: int) -> int:
     if not isinstance(sharding, NamedSharding):
         return operand.shape[axis] // max(1, sharding.shard_shape(operand.shape)[axis])
     entry = sharding.spec[axis] if axis < len(sharding.spec) else None
-    names = (entry,) if isinstance(entry, str) else entry or ()
-    return math.prod(sharding.mesh.shape[name] for name in names)
+    return math.prod(sharding.mesh.shape[name] for name in _names(entry))
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes that an entry of a spec names."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+class Placement(NamedTuple):
+    """How an operand lies on the several devices of a mesh.
+
+    Args:
+      mesh: with the axes that are left to split over; None where the operand lies on no mesh.
+      spec: for each axis of the operand the mesh axes over which it is split, None for none of them; None in place of
+        all where that is not visible, which is so while tracing over a mesh in automatic mode.
+    """
+
+    mesh: Mesh | AbstractMesh | None
+    spec: tuple[Any, ...] | None
+
+    def parts(self, axis: int) -> int:
+        """Into how many parts an axis is split, as far as that is visible."""
+        entry = None if self.spec is None or self.mesh is None else self.spec[axis]
+        return math.prod(self.mesh.shape[name] for name in _names(entry)) if self.mesh else 1
+
+
+def placement(operand: Any) -> Placement | None:
+    """Where an operand lies; None for one device, and for the part of one device inside `jax.shard_map`."""
+    traced = isinstance(operand, jax.core.Tracer)
+    sharding = jax.typeof(operand).sharding if traced else getattr(operand, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None if sharding is None or sharding.num_devices == 1 else Placement(None, None)
+    mesh = sharding.mesh
+    free = {kind for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if mesh.shape[name] > 1}
+    free -= {AxisType.Manual}
+    if not free:
+        return None
+    if traced and free != {AxisType.Explicit}:
+        return Placement(mesh, None)
+    return Placement(mesh, (*sharding.spec, *[None] * (len(operand.shape) - len(sharding.spec))))

@@ -16,6 +16,7 @@ from flashspec.attention.request import (
     check_dtypes,
     make_request,
     partitioned_axes,
+    placement_of,
 )
 from flashspec.attention.settings import AttentionImplementation, split
 from flashspec.masks import Positions, Window
@@ -86,7 +87,7 @@ def dot_product_attention(
       implementation: "hopper", "ampere", "tpu", "cudnn", "blockwise" or "reference"; a sequence of them, of which the
         first that supports the call runs; None for the best one for the platform that the call is lowered for.
         `Hopper(...)` stands for "hopper" with launch settings of the caller's own, or with gradients that are bit-equal
-        from run to run. "ampere" names a kernel that this version does not have, and refuses every call.
+        from run to run. "ampere" runs on every NVIDIA GPU from compute capability 8.0 on, and cuDNN comes before it.
       return_lse: whether to return the log-normaliser too.
 
     Returns:
@@ -202,7 +203,7 @@ def plan_attention(
     arguments |= _facts_of(target)
     arguments["return_lse"] = checks.flag("return_lse", return_lse) or empty_rows == "error"
     arrays = {name: arguments.pop(name) for name in _ARRAYS}
-    arguments["partitioned"] = partitioned_axes(**arrays)
+    arguments |= {"partitioned": partitioned_axes(**arrays), "placement": placement_of(query, key)}
     requests: list[AttentionRequest] = []
 
     def prepare(arrays: dict[str, Any]) -> AttentionOperands:
@@ -226,6 +227,7 @@ def _prepare(arguments: dict[str, Any]) -> tuple[AttentionRequest, AttentionOper
     _, facts["settings"] = split(arguments["implementation"])
     if "partitioned" not in facts:
         facts["partitioned"] = partitioned_axes(**{name: facts[name] for name in _ARRAYS if name in facts})
+        facts["placement"] = placement_of(facts["query"], facts["key"])
     if "platform" not in facts:
         facts |= _facts_of(resolve_device(None, facts["query"]))
     return make_request(**facts)

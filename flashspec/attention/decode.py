@@ -20,7 +20,13 @@ from jax.typing import ArrayLike
 from flashspec import checks
 from flashspec.attention import backends, hopper_decode, reference, tpu_decode
 from flashspec.attention.hopper_decode import DecodeArrays
-from flashspec.attention.request import AttentionOperands, AttentionRequest, make_request, partitioned_axes
+from flashspec.attention.request import (
+    AttentionOperands,
+    AttentionRequest,
+    make_request,
+    partitioned_axes,
+    placement_of,
+)
 from flashspec.attention.settings import AttentionImplementation, split
 from flashspec.attention.views import PagedView, View, WindowView, check_view, gather
 from flashspec.checks import fail
@@ -200,6 +206,7 @@ def _prepare(
     facts = options | {"platform": target.platform, "compute_capability": target.compute_capability}
     facts["device_kind"] = target.kind
     facts["partitioned"] = partitioned_axes(query=query, **held)
+    facts["placement"] = placement_of(query, view.key_pages if isinstance(view, PagedView) else view.key)
     requests: list[AttentionRequest] = []
 
     def describe(arrays: DecodeArrays) -> AttentionOperands:
@@ -245,7 +252,7 @@ def refusals(name: str, request: AttentionRequest, view: View) -> tuple[str, ...
     if name == "hopper":
         return hopper_decode.refusals(request, page)
     if name == "tpu":
-        return (*_no_statistics(request), *tpu_decode.refusals(request, page))
+        return tpu_decode.refusals(request, page)
     return _REFUSALS.get(name) or backends.BACKENDS[name].supports(request)
 
 
@@ -255,10 +262,6 @@ def _select(implementation: AttentionImplementation, view: View, request: Attent
     given, _ = split(implementation)
     names = (*kernels, "blockwise") if given is None else named(given, tuple(backends.BACKENDS))
     return first_that_can(names, lambda name: refusals(name, request, view))
-
-
-def _no_statistics(request: AttentionRequest) -> tuple[str, ...]:
-    return ("returns output and log-normaliser, no statistics",) if request.statistics else ()
 
 
 _REFUSALS: Mapping[str, tuple[str, ...]] = {

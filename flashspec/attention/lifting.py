@@ -17,9 +17,16 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from flashspec.selection import Placement
+
+type Splitter = Callable[[Callable[..., Any], Sequence[str], Sequence[str]], Callable[..., Any]]
+
 
 def lift(
-    kernel: Callable[..., tuple[Array, ...]], operands: Sequence[str], results: Sequence[str]
+    kernel: Callable[..., tuple[Array, ...]],
+    operands: Sequence[str],
+    results: Sequence[str],
+    splitter: Splitter | None = None,
 ) -> Callable[..., tuple[Array, ...]]:
     """The kernel with rules for `vmap` and for operands that are split over devices.
 
@@ -28,11 +35,12 @@ def lift(
       operands: the axes of each operand as letters with spaces: B batch, first where there is one; N query heads; K
         key/value heads; any other letter names an axis that stays whole. The first operand has B and N.
       results: the same for the results.
+      splitter: makes of the kernel a function of split arrays; by default XLA asks for the rules when it knows how.
 
     Returns:
       A function of the same arrays.
     """
-    split = _partitioned(kernel, operands, results)
+    split = (splitter or _partitioned)(kernel, operands, results)
 
     @custom_vmap
     def call(*arrays: Array) -> tuple[Array, ...]:
@@ -68,28 +76,72 @@ def _one_by_one(
     return results, type(results)([True] * len(results))
 
 
+def placed(placement: Placement | None) -> Splitter:
+    """A splitter for compilers that ask for no rules (libtpu): by `jax.shard_map`, where the query is known to lie.
+
+    Args:
+      placement: of the query [B, T, N, H]; None for one device.
+    """
+
+    def splitter(kernel: Callable[..., Any], operands: Sequence[str], results: Sequence[str]) -> Callable[..., Any]:
+        if placement is None or placement.spec is None:
+            return kernel
+        batch, _, heads, _ = placement.spec
+
+        def call(*arrays: Array) -> Any:
+            by_letter = _mesh_axes(operands, [x.shape for x in arrays], batch, heads)
+
+            def specs(names: Sequence[str]) -> tuple[PartitionSpec, ...]:
+                return tuple(PartitionSpec(*(by_letter.get(letter) for letter in axes.split())) for axes in names)
+
+            here = jax.sharding.get_abstract_mesh()
+            split = jax.shard_map(
+                _local(kernel, results, by_letter),
+                mesh=placement.mesh if here.empty else None,
+                in_specs=specs(operands),
+                out_specs=specs(results),
+                check_vma=False,  # nothing differentiates through it
+            )
+            return split(*arrays)
+
+        return call
+
+    return splitter
+
+
+def _mesh_axes(operands: Sequence[str], shapes: Sequence[Sequence[int]], batch: Any, heads: Any) -> dict[str, Any]:
+    """The mesh axes of each letter: one key/value head is everybody's."""
+    return {"B": batch, "N": heads, "K": heads if _sizes(operands, shapes).get("K", 1) > 1 else None}
+
+
+def _local(kernel: Callable[..., Any], results: Sequence[str], by_letter: dict[str, Any]) -> Callable[..., Any]:
+    """The kernel on the arrays of one device."""
+
+    def local(*arrays: Array) -> Any:
+        parts = kernel(*arrays)
+        heads = by_letter["N"]
+        if heads is None or by_letter["K"] is not None:
+            return parts
+        # Every device has the one key/value head and a part of its query heads: its gradient is the sum of theirs.
+        pairs = zip(parts, results, strict=True)
+        return tuple(lax.psum(x, heads) if "K" in axes.split() else x for x, axes in pairs)
+
+    return local
+
+
 def _partitioned(kernel: Callable[..., Any], operands: Sequence[str], results: Sequence[str]) -> Callable[..., Any]:
     # Inside `jit` a kernel may hold constant arrays, which XLA's partitioner refuses to carry.
     split = custom_partitioning(jax.jit(kernel))
 
     def partition(mesh: Mesh, arguments: Sequence[Any], outputs: Sequence[Any]) -> Any:
         batch, heads = _split_axes(operands[0], arguments[0])
-        sizes = _sizes(operands, [x.shape for x in arguments])
-        by_letter = {"B": batch, "N": heads, "K": heads if sizes.get("K", 1) > 1 else None}
+        by_letter = _mesh_axes(operands, [x.shape for x in arguments], batch, heads)
 
         def shardings(names: Sequence[str]) -> tuple[NamedSharding, ...]:
             specs = (PartitionSpec(*(by_letter.get(letter) for letter in axes.split())) for axes in names)
             return tuple(NamedSharding(mesh, spec) for spec in specs)
 
-        def local(*arrays: Array) -> Any:
-            parts = kernel(*arrays)
-            if heads is None or by_letter["K"] is not None:
-                return parts
-            # Every device has the one key/value head and a part of its query heads: its gradient is the sum of theirs.
-            pairs = zip(parts, results, strict=True)
-            return tuple(lax.psum(x, heads) if "K" in axes.split() else x for x, axes in pairs)
-
-        return mesh, local, shardings(results), shardings(operands)
+        return mesh, _local(kernel, results, by_letter), shardings(results), shardings(operands)
 
     split.def_partition(
         partition=partition,

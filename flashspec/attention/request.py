@@ -18,7 +18,7 @@ from flashspec.attention.settings import Hopper
 from flashspec.checks import fail
 from flashspec.masks import Mask, Positions, Window, make_mask
 from flashspec.online_softmax import stats_dtype
-from flashspec.selection import shards, split_axes
+from flashspec.selection import Placement, placement, shards, split_axes
 
 type Number = ArrayLike  # of no dimensions and static: a traced array is refused by the argument's name
 
@@ -49,6 +49,7 @@ class AttentionRequest:
       settings: launch settings that the caller gave; None where there are none.
       partitioned: operand axes that are split over devices and may not be.
       head_shards: into how many parts devices split the query heads, where that is visible.
+      placement: of query and key, [B, T or S, heads, H], on a mesh of several devices; None for one device.
     """
 
     B: int
@@ -74,6 +75,7 @@ class AttentionRequest:
     settings: Hopper | None = None
     partitioned: tuple[str, ...] = ()
     head_shards: int = 1
+    placement: Placement | None = None
 
     @property
     def G(self) -> int:
@@ -130,12 +132,14 @@ def make_request(
     device_kind: str | None = None,
     settings: Hopper | None = None,
     partitioned: tuple[str, ...] = (),
+    placement: Placement | None = None,
 ) -> tuple[AttentionRequest, AttentionOperands]:
     """Check the arguments of `dot_product_attention` and bring them into the form that backends take.
 
     Args:
       query, key, value: [B, T, N, H], [B, S, K, H], [B, S, K, Hv].
-      statistics, platform, compute_capability, device_kind, settings, partitioned: as in `AttentionRequest`.
+      statistics, platform, compute_capability, device_kind, settings, partitioned, placement: as in
+        `AttentionRequest`.
       The others are those of `dot_product_attention`.
 
     Returns:
@@ -198,7 +202,8 @@ def make_request(
         device_kind=device_kind,
         settings=settings,
         partitioned=partitioned,
-        head_shards=shards(query, 2),
+        head_shards=shards(query, 2) if placement is None else placement.parts(2),
+        placement=placement,
     )
     operands = AttentionOperands(
         query=query,
@@ -234,6 +239,13 @@ def partitioned_axes(**operands: Any) -> tuple[str, ...]:
         for axis in split_axes(operand)
         if axis - len(operand.shape) in _WHOLE_AXES.get(name, ())
     )
+
+
+def placement_of(query: Any, key: Any) -> Placement | None:
+    """Where a call lies: like its query, or like its key where devices split only that."""
+    found = [one for one in (placement(query), placement(key)) if one is not None]
+    split = (one for one in found if one.spec is None or any(one.spec[:3:2]))
+    return next(split, found[0] if found else None)
 
 
 def check_dtypes(**arrays: Any) -> None:

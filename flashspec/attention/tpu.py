@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend import backend as jax_backend
 
 from flashspec.attention.dropout import Dropout
 from flashspec.attention.kernel_operands import narrow_segments, without_pairs
+from flashspec.attention.lifting import lift, placed
 from flashspec.attention.request import AttentionOperands, AttentionRequest
 from flashspec.masks import Mask
 from flashspec.online_softmax import SoftmaxStats, empty_stats
+from flashspec.selection import Placement
 from pallas_kernels.launch import cdiv, round_up, varying_alike
 from pallas_kernels.tpu import attention_backward_config, attention_forward_config
 from pallas_kernels.tpu.attention_config import HIGHEST, LOWEST, AttentionCall, AttentionStructure
@@ -59,6 +60,7 @@ class _Program:
     call: AttentionCall
     forward: attention_forward_config.AttentionForwardConfig
     backward: attention_backward_config.AttentionBackwardConfig
+    placement: Placement | None
 
 
 def refusals(request: AttentionRequest) -> tuple[str, ...]:
@@ -76,6 +78,10 @@ def kernel_refusals(request: AttentionRequest) -> tuple[str, ...]:
         (request.dtype not in (jnp.bfloat16, np.float32), f"computes in bfloat16 or float32, not in {request.dtype}"),
         (max(request.H, request.Hv) > LARGEST_HEAD, f"takes head sizes up to {LARGEST_HEAD}"),
         (
+            request.K > 1 and request.K % request.head_shards != 0,
+            f"splits heads by groups: {request.K} key/value heads do not divide over {request.head_shards} devices",
+        ),
+        (
             gradient > LARGEST_QUERY_GRADIENT,
             f"has a backward that keeps one head's query gradient in VMEM: {gradient} bytes of at most "
             f"{LARGEST_QUERY_GRADIENT}",
@@ -85,7 +91,17 @@ def kernel_refusals(request: AttentionRequest) -> tuple[str, ...]:
             f"lists at most {LARGEST_SCHEDULE} blocks of scores",
         ),
     )
-    return tuple(reason for refused, reason in rules if refused)
+    return unseen_splits(request) + tuple(reason for refused, reason in rules if refused)
+
+
+def unseen_splits(request: AttentionRequest) -> tuple[str, ...]:
+    """Why a call does not reach a kernel that has to be told how its operands are split."""
+    if request.placement is None or request.placement.spec is not None:
+        return ()
+    advice = (
+        "call it in `jax.shard_map`, or with explicit axes (`jax.make_mesh` makes them, `jax.sharding.explicit_axes`)"
+    )
+    return (f"lies on a mesh in automatic mode, where tracing does not show how operands are split: {advice}",)
 
 
 def launch_config(request: AttentionRequest) -> Mapping[str, int]:
@@ -144,21 +160,29 @@ def _prepare(
     structure = AttentionStructure(queries, keys, operands.mask.explicit, dropout_words=words, dropout_offsets=offsets)
     query, key, value = heads_first
     tensors, structure = varying_alike((Tensors(query, key, value, bias, operands.sinks), structure))
-    return _Program(kernels, call, _forward_config(request), _backward_config(request)), tensors, structure
+    program = _Program(kernels, call, _forward_config(request), _backward_config(request), request.placement)
+    return program, tensors, structure
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(program: _Program, tensors: Tensors, structure: AttentionStructure) -> tuple[Array, ...]:
     """(output, lse), or (m, l, u) for statistics, rows [B, N, T]."""
-    return program.kernels.forward(
-        tensors.query,
-        tensors.key,
-        tensors.value,
-        structure._replace(bias=tensors.bias, sinks=tensors.sinks),
-        call=program.call,
-        config=program.forward,
-        interpret=program.kernels.interpret,
-    )
+
+    def kernel(query: Array, key: Array, value: Array, *rest: Array) -> tuple[Array, ...]:
+        return program.kernels.forward(
+            query,
+            key,
+            value,
+            AttentionStructure(**dict(zip(names, rest, strict=True))),
+            call=program.call,
+            config=program.forward,
+            interpret=program.kernels.interpret,
+        )
+
+    names, arrays, axes = _present(structure._replace(bias=tensors.bias, sinks=tensors.sinks), tensors.query)
+    results = ("B N T", "B N T", "B N T V") if program.call.statistics else ("B N T V", "B N T")
+    call = lift(kernel, (*_AXES, *axes), results, placed(program.placement))
+    return tuple(call(*tensors[:3], *arrays))
 
 
 def _attend_forward(program: _Program, tensors: Tensors, structure: AttentionStructure) -> tuple[Any, Any]:
@@ -179,27 +203,61 @@ def _attend_backward(program: _Program, saved: Any, cotangents: tuple[Array, ...
         row_sum = jnp.sum(output_gradient.astype(jnp.float32) * output.astype(jnp.float32), axis=-1)
         row_term = jnp.where(lse == -jnp.inf, 0, g_lse) - row_sum
     lse = jnp.where(lse == -jnp.inf, 0, lse)
-    gradients = program.kernels.backward(
-        tensors.query,
-        tensors.key,
-        tensors.value,
-        structure._replace(bias=tensors.bias),
-        output_gradient.astype(tensors.value.dtype),
-        lse,
-        row_term,
-        call=program.call,
-        config=program.backward,
-        interpret=program.kernels.interpret,
-    )
+
+    def kernel(query: Array, key: Array, value: Array, *rest: Array) -> tuple[Array, ...]:
+        *rows, gradient = rest[:3]
+        found = program.kernels.backward(
+            query,
+            key,
+            value,
+            AttentionStructure(**dict(zip(names, rest[3:], strict=True))),
+            gradient,
+            *rows,
+            call=program.call,
+            config=program.backward,
+            interpret=program.kernels.interpret,
+        )
+        return tuple(x for x in found if x is not None)
+
+    names, arrays, axes = _present(structure._replace(bias=tensors.bias), tensors.query)
+    operands = (*_AXES, "B N T", "B N T", "B N T V", *axes)
+    results = (*_AXES, "B N T S") if "bias" in names else _AXES
+    rows = lse, row_term, output_gradient.astype(tensors.value.dtype)
+    call = lift(kernel, operands, results, placed(program.placement))
+    g_query, g_key, g_value, *g_bias = call(*tensors[:3], *rows, *arrays)
     bias = sinks = None
     if tensors.bias is not None:
-        bias = _sum_to(gradients.bias, tensors.bias.shape).astype(tensors.bias.dtype)
+        bias = _sum_to(g_bias[0], tensors.bias.shape).astype(tensors.bias.dtype)
     if tensors.sinks is not None:
         sinks = jnp.sum(jnp.exp(tensors.sinks[None, :, None] - lse) * row_term, axis=(0, 2))
-    return Tensors(gradients.query, gradients.key, gradients.value, bias, sinks), None
+    return Tensors(g_query, g_key, g_value, bias, sinks), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+# Axes of query, key and value, as `lift` has them; and those of `AttentionStructure` that one entry may serve.
+_AXES = ("B N T H", "B K S H", "B K S V")
+_STRUCTURE_AXES = {
+    "queries": "B T C",
+    "keys": "B S C",
+    "mask": "B N T S",
+    "bias": "B N T S",
+    "sinks": "N",
+    "dropout_words": "B N C",
+    "dropout_offsets": "C",
+}
+
+
+def _present(structure: AttentionStructure, query: Array) -> tuple[tuple[str, ...], list[Array], list[str]]:
+    """Names, arrays and axes of the structure's arrays that a call has; an axis of one entry for all is not split."""
+    present = {name: array for name, array in structure._asdict().items() if array is not None}
+    sizes = {"B": query.shape[0], "N": query.shape[1]}
+
+    def axes(name: str) -> str:
+        pairs = zip(_STRUCTURE_AXES[name].split(), present[name].shape, strict=True)
+        return " ".join(letter if sizes.get(letter, size) == size else "one" for letter, size in pairs)
+
+    return tuple(present), list(present.values()), [axes(name) for name in present]
 
 
 def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
@@ -210,14 +268,12 @@ def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
 
 def _forward_config(request: AttentionRequest) -> attention_forward_config.AttentionForwardConfig:
     sizes = request.T, request.S, _padded_head(request.H), _padded_head(request.Hv), request.dtype.itemsize
-    return attention_forward_config.heuristic(*sizes, bias_bytes=_pair_bytes(request), matrix_unit=_matrix_unit())
+    return attention_forward_config.heuristic(*sizes, bias_bytes=_pair_bytes(request), matrix_unit=_matrix_unit(request))
 
 
-def _matrix_unit() -> int:
-    """Rows and columns of the matrix units of this process's TPU; of the smaller kind where there is none."""
-    clients = jax_backend.backends().values()
-    kinds = [client.devices()[0].device_kind for client in clients if client.platform == "tpu"]
-    return 256 if any(kind.startswith(LARGE_MATRIX_UNITS) for kind in kinds) else 128
+def _matrix_unit(request: AttentionRequest) -> int:
+    """Rows and columns of the matrix units of the device; of the smaller kind where it is not known."""
+    return 256 if (request.device_kind or "").startswith(LARGE_MATRIX_UNITS) else 128
 
 
 def _backward_config(request: AttentionRequest) -> attention_backward_config.AttentionBackwardConfig:

@@ -2,8 +2,9 @@
 
 The slots of a cache are copied block by block into one of two buffers while the other is computed on, also across rows:
 each step of the grid starts the next step's copies before it waits for its own. A block holds all key/value heads as
-they lie in the cache, [slots, K, H]; a head is read out of it with a stride. The query heads of a group and the new
-tokens of a row share the sublanes. Blocks that no new token sees are neither copied nor computed.
+they lie in the cache: [slots, K, H], of which a head is read with a stride; or where that fills no tile, as with one
+head, [K, slots, H]. The query heads of a group and the new tokens of a row share the sublanes. Blocks that no new token
+sees are neither copied nor computed.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.launch import cdiv, round_up, varying_alike
 from pallas_kernels.tpu import attention_schedule
 from pallas_kernels.tpu.attention_config import HIGHEST, LANES, LOG2_E, AttentionCall
-from pallas_kernels.tpu.attention_decode_config import AttentionDecodeConfig
+from pallas_kernels.tpu.attention_decode_config import ROWS, AttentionDecodeConfig, heads_lie_apart
 from pallas_kernels.tpu.attention_launch import VMEM_LIMIT
 from pallas_kernels.tpu.attention_tile import BY_ROWS, PLAIN, Refs, cleaned, lanes, log2_scores, product
 
@@ -67,7 +68,7 @@ def attention_decode(
 
     Args:
       query: [B, T, N, H], bfloat16 or float32.
-      cache: the cache, in the query's dtype; in bfloat16 K is 1 or even.
+      cache: the cache, in the query's dtype. Where `heads_lie_apart`, slots and pages are multiples of `ROWS`.
       rows: what each token sees.
       call: what is static; only `scale` and `soft_cap` are used.
       config: launch configuration.
@@ -79,6 +80,10 @@ def attention_decode(
     (B, T, N, H), (K, Hv) = query.shape, cache.value.shape[2:]
     R = round_up(N // K * T, SUBLANES)
     begins = _begins(cache, config.block_kv)
+    apart = heads_lie_apart(K)
+    memory = {"key_memory": cache.key, "value_memory": cache.value}
+    if apart:  # as they lie
+        memory = {name: x.swapaxes(1, 2) for name, x in memory.items()}
     scalars = {"words": _words(cache, rows, config, begins), "begins": begins}
     scalars["bounds"] = jnp.stack([rows.start, rows.length], axis=-1)
     if cache.pages is not None:
@@ -87,8 +92,7 @@ def attention_decode(
     operands = {
         "query": (_packed(query, K, R), _row_block(K, R, H)),
         "rules": (_rules(rows, N // K, R), _row_block(R, 2)),
-        "key_memory": (cache.key, in_memory),
-        "value_memory": (cache.value, in_memory),
+        **{name: (x, in_memory) for name, x in memory.items()},
     }
     if cache.positions is not None:
         positions = _in_blocks(cache.positions, begins, config.block_kv)
@@ -97,8 +101,8 @@ def attention_decode(
     varying = jax.typeof(arrays[0]).manual_axis_type
     outputs = {"m": (K * R, LANES), "l": (K * R, LANES), "u": (K * R, Hv)}
     scratch = {
-        "keys": pltpu.VMEM((2, config.block_kv, K, H), query.dtype),
-        "values": pltpu.VMEM((2, config.block_kv, K, Hv), query.dtype),
+        "keys": pltpu.VMEM(_buffers(config.block_kv, K, H, apart), query.dtype),
+        "values": pltpu.VMEM(_buffers(config.block_kv, K, Hv, apart), query.dtype),
         "arrived": pltpu.SemaphoreType.DMA((2, 2)),
     }
     names = [*scalars, *operands, *outputs, *scratch]
@@ -183,6 +187,11 @@ def _words(cache: Cache, rows: DecodeRows, config: AttentionDecodeConfig, begins
     return attention_schedule.packed_steps(visible[None] & share[:, None], full[None])
 
 
+def _buffers(block: int, K: int, size: int, apart: bool) -> tuple[int, ...]:
+    """Two blocks of slots."""
+    return (2, K, block, size) if apart else (2, block, K, size)
+
+
 def _row_block(*shape: int) -> pl.BlockSpec:
     """The part of an operand that belongs to a step's row."""
     return pl.BlockSpec((1, *shape), lambda s, t, words, *_: (_row(words, s, t), *[0] * len(shape)))
@@ -252,19 +261,22 @@ def _kernel(call: AttentionCall, config: AttentionDecodeConfig, slots: int, stri
 def _for_each_copy(refs: Refs, at: _At, block: int, slots: int, act: Any) -> None:
     """`act` on the copies of a step: one of keys and one of values, or one for each page that holds a live slot."""
     pairs = [("key_memory", "keys"), ("value_memory", "values")]
+    apart = heads_lie_apart(refs["query"].shape[1])
+    heads = (slice(None),) if apart else ()
     if "pages" not in refs:
-        where = pl.ds(refs["begins"][at.block], block)
+        begin = refs["begins"][at.block]
+        where = pl.ds(pl.multiple_of(begin, ROWS) if apart else begin, block)
         for i, (source, target) in enumerate(pairs):
-            ends = refs[source].at[at.row, where], refs[target].at[at.buffer]
+            ends = refs[source].at[at.row, *heads, where], refs[target].at[at.buffer]
             act(pltpu.make_async_copy(*ends, refs["arrived"].at[i, at.buffer]))
         return
-    page = refs["key_memory"].shape[1]
+    page = refs["key_memory"].shape[2 if apart else 1]
     live = jnp.minimum(refs["bounds"][at.row, 1], slots) - at.block * block
 
     def one(p: Array, _: None) -> None:
         entry = refs["pages"][at.row, at.block * (block // page) + p]
         for i, (source, target) in enumerate(pairs):
-            ends = refs[source].at[entry], refs[target].at[at.buffer, pl.ds(p * page, page)]
+            ends = refs[source].at[entry], refs[target].at[at.buffer, *heads, pl.ds(p * page, page)]
             act(pltpu.make_async_copy(*ends, refs["arrived"].at[i, at.buffer]))
 
     lax.fori_loop(0, jnp.minimum(lax.div(live + (page - 1), jnp.int32(page)), block // page), one, None)
@@ -305,7 +317,7 @@ def _fold(
     """Fold a chunk into the statistics of some heads (eq. 33.4 and 33.5), their rows in one tile of scores."""
     R = refs["query"].shape[2]
     rows = pl.ds(heads.start * R, len(heads) * R)
-    keys = (_head(refs["keys"], buffer, slots, k, strided) for k in heads)
+    keys = (_head(refs, "keys", buffer, slots, k, strided) for k in heads)
     products = [product(refs["query"][0, k], key, BY_ROWS) for k, key in zip(heads, keys, strict=True)]
     scores, _ = log2_scores(call, jnp.concatenate(products, axis=0))
     if visible is not None:
@@ -319,7 +331,7 @@ def _fold(
     weights = weights.astype(refs["values"].dtype)
     sums = []
     for i, k in enumerate(heads):
-        value = _head(refs["values"], buffer, slots, k, strided)
+        value = _head(refs, "values", buffer, slots, k, strided)
         if visible is not None:
             value = cleaned(value, visible, axis=1)
         sums.append(product(weights[i * R : (i + 1) * R], value, PLAIN))
@@ -327,16 +339,18 @@ def _fold(
     refs["u"][0, 0, rows] = lanes(decay, u.shape[1]) * u + jnp.concatenate(sums, axis=0)
 
 
-def _head(blocks: Any, buffer: Array, slots: Any, k: int, strided: bool) -> Array:
-    """Head k of some slots of a buffered block [slots, K, size]: rows with a stride of K.
+def _head(refs: Refs, name: str, buffer: Array, slots: Any, k: int, strided: bool) -> Array:
+    """Head k of some slots of a buffered block: a part of [K, slots, size]; or of [slots, K, size], with a stride.
 
     Two bfloat16 heads share the 32-bit rows that a strided load reads. The interpreter that simulates memory knows no
     reshaped references: without `strided` a head is indexed, which compiles to far more.
     """
-    _, _, K, size = blocks.shape
+    blocks, K = refs[name], refs["query"].shape[1]
+    if heads_lie_apart(K):
+        return blocks[buffer, k, slots]
     if not strided:
         return blocks[buffer, slots, k]
-    rows = blocks.at[buffer, slots].reshape(slots.size * K, size)
+    rows = blocks.at[buffer, slots].reshape(slots.size * K, blocks.shape[-1])
     if blocks.dtype == jnp.float32:
         return rows[pl.ds(k, slots.size, stride=K)]
     pair = rows.bitcast(jnp.int32)[pl.ds(k // 2, slots.size, stride=K // 2)]

@@ -9,6 +9,13 @@ from pallas_kernels.tpu.attention_config import LANES
 BLOCK_BYTES = 2**20
 # Scores of one tile: the heads whose softmax is computed at once.
 TILE = 64 * 1024
+# Positions of a tile of bfloat16: where heads lie apart, a copy begins and ends with one.
+ROWS = 16
+
+
+def heads_lie_apart(K: int) -> bool:
+    """Whether XLA lays K heads out as [K, S, H] rather than [S, K, H], their number filling no tile."""
+    return K not in (2, 4) and K % 8 != 0
 
 
 @dataclasses.dataclass(frozen=True)

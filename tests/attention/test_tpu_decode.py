@@ -11,14 +11,29 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from flashspec.attention import tpu_decode
-from flashspec.attention.decode import decode_attention
+from flashspec.attention.decode import decode_attention, decode_stats
 from flashspec.attention.request import make_request
-from flashspec.attention.views import gather
+from flashspec.attention.views import DenseView, PagedView, gather
+from flashspec.online_softmax import SoftmaxStats, finalize
 from pallas_kernels.tpu.attention_decode import Cache, DecodeRows, attention_decode
 from pallas_kernels.tpu.attention_decode_config import AttentionDecodeConfig, heuristic
 from tests.attention import test_decode as views
 from tests.attention.dense_twin import attend
-from tests.attention.test_decode import LEFT, PARENTS, VIEWS, B, N, T, ancestry, check, history, make_view, options_of
+from tests.attention.test_decode import (
+    LEFT,
+    PARENTS,
+    VIEWS,
+    B,
+    H,
+    N,
+    T,
+    ancestry,
+    check,
+    history,
+    make_view,
+    options_of,
+)
+from tests.contracts.interpreted_tpu import races_found
 
 SHAPED = {"logits_soft_cap": 2.0, "scale": 0.5}
 # How blocks, chunks, heads and splits cut 24 slots (a ring has 14): several of each.
@@ -99,6 +114,35 @@ def test_bfloat16_heads_are_read_in_pairs() -> None:
         check([got], swapped[:1], 2e-2)
 
 
+@pytest.mark.parametrize(("K", "page"), [(1, 16), (3, None)])
+def test_heads_that_lie_apart(K: int, page: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One head, or a number that fills no tile: XLA has the slots of a head side by side, and so has the kernel."""
+    monkeypatch.setattr(tpu_decode, "heuristic", lambda *sizes, **facts: AttentionDecodeConfig(16, 16, 1, 1))
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(B, *shape)).astype(np.float32) for shape in ((T, 5 * K, H), (32, K, H), (32, K, H)))
+    lengths = np.array([32, 17, 4])
+    view: Any = DenseView(jnp.asarray(k), jnp.asarray(v), jnp.asarray(lengths))
+    if page:
+        table = np.arange(B * 2).reshape(B, 2)[::-1]
+        pools = (jnp.asarray(x[::-1].reshape(B * 2, page, K, H)) for x in (k, v))
+        view = PagedView(*pools, jnp.asarray(table), jnp.asarray(lengths))
+    at = lengths[:, None] - T + np.arange(T)
+    seen = (np.arange(32) <= at[:, :, None])[:, None]
+    got = decode(Arrays(jnp.asarray(q), view), pltpu.InterpretParams() if page else True)
+    check(got, attend(q, k, v, seen))
+    with pytest.raises(AssertionError):  # wrong: another head or, of one head, another row
+        check(got[:1], attend(q, *(np.roll(x, 1, axis=2 if K > 1 else 0) for x in (k, v)), seen)[:1], 1e-3)
+
+
+def test_statistics_are_those_of_the_output() -> None:
+    q, k, v = history()
+    arrays = Arrays(jnp.asarray(q), make_view("dense", k, v))
+    m, l, u, nonempty = decode(arrays, statistics=True)
+    check(finalize(SoftmaxStats(m, l, u, nonempty)), map(np.asarray, decode(arrays)))
+    want = decode_stats(arrays.query, arrays.view, implementation="blockwise")
+    check((m, l, u), (want.m, want.l, want.u))
+
+
 @pytest.mark.parametrize("dma", ["on_wait", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["paged", pytest.param("dense", marks=pytest.mark.slow)])
 def test_copies_neither_race_nor_come_late(kind: str, dma: Any) -> None:
@@ -107,9 +151,7 @@ def test_copies_neither_race_nor_come_late(kind: str, dma: Any) -> None:
     simulated = pltpu.InterpretParams(detect_races=True, vector_clock_size=64, dma_execution_mode=dma)
     got = decode(Arrays(jnp.asarray(q), make_view(kind, k, v, garbage=np.nan)), simulated)
     check(got, attend(q, k, v, views.visible_pairs()))
-    from jax._src.pallas.mosaic.interpret.interpret_pallas_call import races
-
-    assert not races.races_found
+    assert not races_found()
 
 
 def test_gradients_are_those_of_the_twin() -> None:
@@ -131,7 +173,9 @@ def test_what_is_refused() -> None:
         return " ".join(tpu_decode.kernel_refusals(request, None))
 
     assert not reasons()
-    assert "heads side by side, not 3" in reasons(K=3)
+    assert not reasons(K=3)
+    assert "copies 3 heads by 16 positions, and a row has 40" in reasons(K=3, S=40)
+    assert "another way" in reasons(K=1, H=256, dtype=np.float32)
     assert "not of [64]" in reasons(H=64)
     assert "not in float16" in reasons(dtype=jnp.float16)
     assert "empty cache" in reasons(S=0)
