@@ -11,7 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from flashspec.attention import blockwise, cudnn, hopper, reference, tpu, tpu_decode
+from flashspec.attention import ampere, blockwise, cudnn, hopper, reference, tpu, tpu_decode
+from flashspec.attention.gpu_kernels import Kernels
 from flashspec.attention.request import AttentionOperands, AttentionRequest
 from flashspec.attention.settings import AttentionImplementation, split
 from flashspec.online_softmax import SoftmaxStats
@@ -63,12 +64,24 @@ def _hopper(request: AttentionRequest) -> tuple[str, ...]:
     return hopper.refusals(request) + _partitioned(request)
 
 
-def _hopper_kernels() -> hopper.Kernels:
+def _hopper_kernels() -> Kernels:
     """Imported when first used, so that `import flashspec` stays quick."""
     from pallas_kernels.gpu.hopper.attention_backward import attention_backward
     from pallas_kernels.gpu.hopper.attention_forward import attention_forward
 
-    return hopper.Kernels(attention_forward, attention_backward)
+    return Kernels(attention_forward, attention_backward)
+
+
+def _ampere(request: AttentionRequest) -> tuple[str, ...]:
+    return ampere.refusals(request) + _partitioned(request)
+
+
+def _ampere_kernels() -> Kernels:
+    """Imported when first used, so that `import flashspec` stays quick."""
+    from pallas_kernels.gpu.ampere.attention_backward import attention_backward
+    from pallas_kernels.gpu.ampere.attention_forward import attention_forward
+
+    return Kernels(attention_forward, attention_backward)
 
 
 def hopper_decode_kernel() -> Callable[..., tuple[jax.Array, ...]]:
@@ -97,10 +110,6 @@ def tpu_decode_kernel() -> tpu_decode.Kernel:
     return tpu_decode.Kernel(attention_decode, Cache, DecodeRows)
 
 
-def _absent(kernel: str) -> Callable[[AttentionRequest], tuple[str, ...]]:
-    return lambda request: (f"this version has no {kernel} attention kernel built in",)
-
-
 def _blocks(request: AttentionRequest) -> Mapping[str, int]:
     blocks = blockwise.Blocks()
     return {"block_queries": min(blocks.query, request.T), "block_keys": min(blocks.key, request.S)}
@@ -120,7 +129,17 @@ BACKENDS: Mapping[str, Backend] = {
             backward=hopper.backward,
             copies=hopper.copies,
         ),
-        Backend("ampere", _absent("Ampere")),
+        Backend(
+            "ampere",
+            _ampere,
+            lambda request, operands: ampere.ampere_attention(_ampere_kernels(), request, operands),
+            lambda request, operands: ampere.ampere_stats(_ampere_kernels(), request, operands),
+            config=ampere.launch_config,
+            sources=ampere.sources,
+            row_major=True,
+            backward=ampere.backward,
+            copies=ampere.copies,
+        ),
         Backend(
             "tpu",
             _tpu,
@@ -145,7 +164,7 @@ def candidates(request: AttentionRequest, implementation: AttentionImplementatio
     names, _ = split(implementation)
     if names is not None:
         return named(names, tuple(BACKENDS))
-    kernels = {"cuda": ("hopper", "ampere", "cudnn"), "tpu": ("tpu",)}.get(request.platform, ())
+    kernels = {"cuda": ("hopper", "cudnn", "ampere"), "tpu": ("tpu",)}.get(request.platform, ())
     xla = ("reference", "blockwise") if request.T * request.S <= SMALL else ("blockwise", "reference")
     return (*kernels, *xla)
 

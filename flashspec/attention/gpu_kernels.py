@@ -11,11 +11,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
-from flashspec.attention.hopper_mask import Structure
+from flashspec.attention.blockwise import blockwise_attention, blockwise_stats
+from flashspec.attention.hopper_mask import Structure, hide, kernel_structure
+from flashspec.attention.kernel_operands import without_pairs
 from flashspec.attention.lifting import lift
+from flashspec.attention.request import AttentionOperands, AttentionRequest
+from flashspec.online_softmax import SoftmaxStats, empty_stats
+from pallas_kernels.gpu.hopper.attention_forward_config import AttentionShape
 from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, SegmentIds
+from pallas_kernels.launch import varying_alike
 
 
 class Kernels(NamedTuple):
@@ -54,6 +60,73 @@ class Program:
     backward: Any
     backward_heads: tuple[int, int]
     deterministic: bool
+
+
+class Family(NamedTuple):
+    """The kernels of one kind of GPU, as an adaptor for it describes them.
+
+    Args:
+      name: of the backend.
+      shape: the sizes, at least the call's own, that the forward computes with.
+      program: what is static about a call with a mask.
+      backward: which backend computes the gradients of a call.
+    """
+
+    name: str
+    shape: Callable[[AttentionRequest], AttentionShape]
+    program: Callable[[AttentionRequest, AttentionMask], Program]
+    backward: Callable[[AttentionRequest], str]
+
+
+def kernel_attention(family: Family, request: AttentionRequest, operands: AttentionOperands) -> tuple[Array, Array]:
+    """Attention output [B, T, N, Hv] and log-normaliser [B, T, N], differentiable."""
+    if 0 in (request.B, request.T, request.S):
+        return without_pairs(request, operands)
+
+    def forward(operands: AttentionOperands) -> tuple[Array, Array]:
+        output, lse = _run(family, request, operands)
+        return output[:, : request.T, :, : request.Hv], jnp.swapaxes(lse[:, :, : request.T], 1, 2)
+
+    return _differentiable(family, request, forward, blockwise_attention)(operands)
+
+
+def kernel_stats(family: Family, request: AttentionRequest, operands: AttentionOperands) -> SoftmaxStats:
+    """Statistics (m, l, u) of the call's keys, rows [B, T, N], differentiable."""
+    if 0 in (request.B, request.T, request.S):
+        return empty_stats((request.B, request.T, request.N), request.Hv, request.stats_dtype)
+
+    def forward(operands: AttentionOperands) -> SoftmaxStats:
+        u, m, l = _run(family, request, operands)
+        m, l = (jnp.swapaxes(x[:, :, : request.T], 1, 2) for x in (lax.stop_gradient(m), l))
+        return SoftmaxStats(m, l, u[:, : request.T, :, : request.Hv], m != -jnp.inf)
+
+    return _differentiable(family, request, forward, blockwise_stats)(operands)
+
+
+def _differentiable[T](
+    family: Family, request: AttentionRequest, forward: Callable[[AttentionOperands], T], twin: Callable[..., T]
+) -> Callable[[AttentionOperands], T]:
+    """`forward`, which differentiates itself; or with the gradients of its twin, where the kernels have none."""
+    if family.backward(request) == family.name:
+        return forward
+    call = jax.custom_vjp(forward)
+
+    def gradients(operands: AttentionOperands, cotangents: T) -> tuple[AttentionOperands]:
+        _, pull = jax.vjp(functools.partial(twin, request), operands)
+        return pull(cotangents)
+
+    call.defvjp(lambda operands: (forward(operands), operands), gradients)
+    return call
+
+
+def _run(family: Family, request: AttentionRequest, operands: AttentionOperands) -> tuple[Array, ...]:
+    """The kernels over padded operands: (output, lse), or (u, m, l) for statistics, rows [B, N, T padded]."""
+    mask, structure = kernel_structure(operands.mask)
+    query, key, value = hide(request, operands, structure)
+    s = family.shape(request)
+    tensors = Tensors(_pad(query, s.T, s.H), _pad(key, s.S, s.H), _pad(value, s.S, s.Hv), operands.sinks)
+    tensors, structure = varying_alike((tensors, structure))
+    return attend(family.program(request, mask), tensors, structure)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -122,8 +195,8 @@ def _attend_backward(program: Program, saved: Any, cotangents: tuple[Array, ...]
 
     names, arrays, axes = _present(structure, None, tensors.query.shape[0])
     H, Hv = program.backward_heads
-    query, key, value = (pad(x, size) for x, size in zip(tensors[:3], (H, H, Hv), strict=True))
-    output_gradient = pad(output_gradient.astype(value.dtype), Hv)
+    query, key, value = (_pad(x, x.shape[1], size) for x, size in zip(tensors[:3], (H, H, Hv), strict=True))
+    output_gradient = _pad(output_gradient.astype(value.dtype), output_gradient.shape[1], Hv)
     operands = ("B T N H", "B S K H", "B S K V", "B T N V", "B N T", "B N T", *axes)
     call = lift(kernel, operands, ("B T N H", "B S K H", "B S K V"))
     gradients = call(query, key, value, output_gradient, lse, delta, *arrays)
@@ -150,7 +223,7 @@ def _segments(given: Mapping[str, Array]) -> SegmentIds | None:
     return SegmentIds(given["q_ids"], given["kv_ids"]) if "q_ids" in given else None
 
 
-def pad(x: Array, head: int, multiple: int = 1) -> Array:
-    """[B, length, heads, size] with zeros up to a multiple of a length and up to a head size."""
-    widths = [(0, 0), (0, -x.shape[1] % multiple), (0, 0), (0, head - x.shape[3])]
+def _pad(x: Array, length: int, head: int) -> Array:
+    """[B, length, heads, size] with zeros up to a length and a head size."""
+    widths = [(0, 0), (0, length - x.shape[1]), (0, 0), (0, head - x.shape[3])]
     return jnp.pad(x, widths) if any(after for _, after in widths) else x

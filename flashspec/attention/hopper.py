@@ -6,27 +6,25 @@ head sizes in multiples of 64; others are padded, a copy that the plan counts.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from flashspec.attention import tuning
-from flashspec.attention.blockwise import blockwise_attention, blockwise_stats
-from flashspec.attention.gpu_kernels import Kernels, Program, Tensors, attend, pad
-from flashspec.attention.hopper_mask import hide, kernel_structure, may_hide
-from flashspec.attention.kernel_operands import without_pairs
+from flashspec.attention.gpu_kernels import Family, Kernels, Program, kernel_attention, kernel_stats
+from flashspec.attention.hopper_mask import may_hide
 from flashspec.attention.request import AttentionOperands, AttentionRequest
 from flashspec.attention.settings import Hopper
 from flashspec.devices import device_facts, find_device_facts
-from flashspec.online_softmax import SoftmaxStats, empty_stats
+from flashspec.online_softmax import SoftmaxStats
 from pallas_kernels.gpu.hopper import attention_backward_config, attention_forward_config
 from pallas_kernels.gpu.hopper.attention_backward_config import BackwardConfig, BackwardShape
 from pallas_kernels.gpu.hopper.attention_forward_config import AttentionShape, ForwardConfig
-from pallas_kernels.launch import round_up, varying_alike
+from pallas_kernels.gpu.hopper.attention_mask import AttentionMask
+from pallas_kernels.launch import round_up
 
 CAPABILITY = "9.0"
 DEVICE = "NVIDIA H200"  # what a launch is shaped for where the device is not known; any Hopper chip runs it
@@ -141,55 +139,20 @@ def hopper_attention(kernels: Kernels, request: AttentionRequest, operands: Atte
       request: static facts of the call, one that `kernel_refusals` has nothing against.
       operands: its arrays.
     """
-    if 0 in (request.B, request.T, request.S):
-        return without_pairs(request, operands)
-
-    def forward(operands: AttentionOperands) -> tuple[Array, Array]:
-        output, lse = _run(kernels, request, operands)
-        return output[:, : request.T, :, : request.Hv], jnp.swapaxes(lse[:, :, : request.T], 1, 2)
-
-    return _differentiable(request, forward, blockwise_attention)(operands)
+    return kernel_attention(_family(kernels), request, operands)
 
 
 def hopper_stats(kernels: Kernels, request: AttentionRequest, operands: AttentionOperands) -> SoftmaxStats:
     """Statistics (m, l, u) of the call's keys, rows [B, T, N]; arguments as in `hopper_attention`."""
-    if 0 in (request.B, request.T, request.S):
-        return empty_stats((request.B, request.T, request.N), request.Hv, request.stats_dtype)
-
-    def forward(operands: AttentionOperands) -> SoftmaxStats:
-        u, m, l = _run(kernels, request, operands)
-        m, l = (jnp.swapaxes(x[:, :, : request.T], 1, 2) for x in (lax.stop_gradient(m), l))
-        return SoftmaxStats(m, l, u[:, : request.T, :, : request.Hv], m != -jnp.inf)
-
-    return _differentiable(request, forward, blockwise_stats)(operands)
+    return kernel_stats(_family(kernels), request, operands)
 
 
-def _differentiable[T](
-    request: AttentionRequest, forward: Callable[[AttentionOperands], T], twin: Callable[..., T]
-) -> Callable[[AttentionOperands], T]:
-    """`forward`, which differentiates itself; or with the gradients of its twin, where the kernels have none."""
-    if backward(request) == "hopper":
-        return forward
-    call = jax.custom_vjp(forward)
-
-    def gradients(operands: AttentionOperands, cotangents: T) -> tuple[AttentionOperands]:
-        _, pull = jax.vjp(functools.partial(twin, request), operands)
-        return pull(cotangents)
-
-    call.defvjp(lambda operands: (forward(operands), operands), gradients)
-    return call
+def _family(kernels: Kernels) -> Family:
+    return Family("hopper", _padded_shape, functools.partial(_program, kernels), backward)
 
 
-def _run(kernels: Kernels, request: AttentionRequest, operands: AttentionOperands) -> tuple[Array, ...]:
-    """The kernels over padded operands: (output, lse), or (u, m, l) for statistics, rows [B, N, T padded]."""
-    mask, structure = kernel_structure(operands.mask)
-    query, key, value = hide(request, operands, structure)
-    H, Hv = padded_heads(request.H, request.Hv)
-    tensors = Tensors(
-        pad(query, H, LENGTH_MULTIPLE), pad(key, H, LENGTH_MULTIPLE), pad(value, Hv, LENGTH_MULTIPLE), operands.sinks
-    )
-    tensors, structure = varying_alike((tensors, structure))
-    program = Program(
+def _program(kernels: Kernels, request: AttentionRequest, mask: AttentionMask) -> Program:
+    return Program(
         kernels,
         mask,
         request.scale,
@@ -200,7 +163,6 @@ def _run(kernels: Kernels, request: AttentionRequest, operands: AttentionOperand
         backward_heads(request.H, request.Hv),
         _settings(request).deterministic,
     )
-    return attend(program, tensors, structure)
 
 
 def padded_heads(H: int, Hv: int) -> tuple[int, int]:

@@ -231,14 +231,9 @@ def test_a_named_backend_that_cannot_gives_every_reason() -> None:
         assert reason in str(caught.value)
 
 
-def test_kernels_that_are_not_built_in() -> None:
-    with pytest.raises(NotImplementedError, match=r"ampere: this version has no .* kernel built in"):
-        dot_product_attention(q, k, v, implementation="ampere")
-    with pytest.raises(NotImplementedError, match=r"no .* kernel built in"):
-        plan_attention(q, k, v, implementation="ampere")
-
-
 def test_kernels_of_another_device() -> None:
+    with pytest.raises(NotImplementedError, match=r"runs on cuda of compute capability 8\.0 or more only, not on cpu"):
+        dot_product_attention(q, k, v, implementation="ampere")
     with pytest.raises(NotImplementedError, match=r"runs on cuda of compute capability 9\.0 only, not on cpu"):
         dot_product_attention(q, k, v, implementation="hopper")
     with pytest.raises(NotImplementedError, match=r"only, not on cuda of compute capability 8\.0"):
@@ -334,9 +329,16 @@ def test_a_plan_from_shapes_alone() -> None:
 def test_a_gpu_is_planned_for_from_anywhere() -> None:
     plan = plan_attention(*shapes(1, 128, 128, 8, 8, 64, 64), is_causal=True, device="NVIDIA H200")
     assert plan.forward.implementation == plan.backward.implementation == "hopper"
-    assert set(plan.rejected) == {"ampere", "tpu"}
+    assert set(plan.rejected) == {"tpu"}
     elsewhere = plan_attention(*shapes(1, 128, 128, 8, 8, 64, 64), is_causal=True, device="NVIDIA A100-SXM4-80GB")
     assert elsewhere.forward.implementation == elsewhere.backward.implementation == "cudnn"
+    assert set(elsewhere.rejected) == {"hopper", "tpu"}
+    ours = plan_attention(
+        *shapes(1, 128, 128, 8, 8, 64, 64), is_causal=True, logits_soft_cap=1.0, device="NVIDIA A100-SXM4-80GB"
+    )
+    assert ours.forward.implementation == ours.backward.implementation == "ampere"
+    old = plan_attention(*shapes(1, 512, 512, 8, 8, 64, 64), logits_soft_cap=1.0, device="NVIDIA T4")
+    assert old.forward.implementation == "blockwise"
 
 
 def assert_roofline(plan: Any, pairs: int) -> None:

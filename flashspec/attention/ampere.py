@@ -1,0 +1,138 @@
+"""Attention by our portable GPU kernels: what they refuse, their launch settings, and what they read of a call.
+
+They run on every NVIDIA GPU of compute capability 8.0 or more. Lengths are padded to the kernels' blocks and head sizes
+to what they are compiled for: a copy that the plan counts.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+from jax import Array
+
+from flashspec.attention.gpu_kernels import Family, Kernels, Program, kernel_attention, kernel_stats
+from flashspec.attention.hopper import kernel_refusals
+from flashspec.attention.hopper_mask import may_hide
+from flashspec.attention.request import AttentionOperands, AttentionRequest
+from flashspec.online_softmax import SoftmaxStats
+from pallas_kernels.gpu.ampere import attention_backward_config, attention_forward_config
+from pallas_kernels.gpu.ampere.attention_backward_config import BackwardConfig
+from pallas_kernels.gpu.ampere.attention_forward_config import AttentionShape, ForwardConfig, shared_memory
+from pallas_kernels.gpu.hopper.attention_mask import AttentionMask
+from pallas_kernels.launch import round_up
+
+OLDEST = 8  # compute capability of the first GPU whose mma takes bfloat16 and that copies asynchronously
+COPY_ENGINE = 9  # that of the first GPU with a copy engine, which is then the way to copy in Mosaic GPU
+LARGEST_BACKWARD_HEAD = 128
+HEAD_MULTIPLE = 64
+BLOCKS = (64, 128)  # lengths are padded to the first if they fit it, else to multiples of the second
+
+
+def refusals(request: AttentionRequest) -> tuple[str, ...]:
+    """Why the portable kernels cannot run a call, forward and backward; empty when they can."""
+    device = request.platform
+    if device == "cuda":
+        device += f" of compute capability {request.compute_capability or 'unknown'}"
+    here = request.platform == "cuda" and _generation(request) >= OLDEST
+    elsewhere = () if here else (f"runs on cuda of compute capability {OLDEST}.0 or more only, not on {device}",)
+    return elsewhere + kernel_refusals(dataclasses.replace(request, settings=None))
+
+
+def backward(request: AttentionRequest) -> str:
+    """Which backend computes the gradients of a call: "ampere", or "blockwise" where a head is too wide for it."""
+    return "ampere" if max(request.H, request.Hv) <= LARGEST_BACKWARD_HEAD else "blockwise"
+
+
+def launch_config(request: AttentionRequest) -> Mapping[str, int]:
+    """Launch settings of forward and backward, for the plan."""
+    settings = {name: int(value) for name, value in dataclasses.asdict(_forward_config(request)).items()}
+    if backward(request) == "ampere":
+        others = dataclasses.asdict(_backward_config(request))
+        settings |= {f"backward_{name}": int(value) for name, value in others.items()}
+    return settings
+
+
+def sources(request: AttentionRequest) -> Mapping[str, str]:
+    """Where the launch settings of each direction come from, for the plan."""
+    directions = ("forward", "backward") if backward(request) == "ampere" else ("forward",)
+    return dict.fromkeys(directions, "heuristic")
+
+
+def copies(request: AttentionRequest) -> Mapping[str, int]:
+    """Bytes of each array that is padded, or blanked where nobody sees it, for the plan."""
+    r, padded, blanked = request, _padded_shape(request), may_hide(request)
+    sizes = {
+        "query": (r.B * r.N, (r.T, r.H), (padded.T, padded.H)),
+        "key": (r.B * r.K, (r.S, r.H), (padded.S, padded.H)),
+        "value": (r.B * r.K, (r.S, r.Hv), (padded.S, padded.Hv)),
+        "output": (r.B * r.N, (r.T, r.Hv), (padded.T, padded.Hv)),
+    }
+    return {
+        name: rows * length * size * r.dtype.itemsize
+        for name, (rows, given, (length, size)) in sizes.items()
+        if given != (length, size) or (blanked and name != "output")
+    }
+
+
+def ampere_attention(kernels: Kernels, request: AttentionRequest, operands: AttentionOperands) -> tuple[Array, Array]:
+    """Attention output [B, T, N, Hv] and log-normaliser [B, T, N], differentiable.
+
+    Args:
+      kernels: those of `pallas_kernels.gpu.ampere`, or stand-ins with their signatures.
+      request: static facts of the call, one that `refusals` has nothing against but the device.
+      operands: its arrays.
+    """
+    return kernel_attention(_family(kernels), request, operands)
+
+
+def ampere_stats(kernels: Kernels, request: AttentionRequest, operands: AttentionOperands) -> SoftmaxStats:
+    """Statistics (m, l, u) of the call's keys, rows [B, T, N]; arguments as in `ampere_attention`."""
+    return kernel_stats(_family(kernels), request, operands)
+
+
+def _family(kernels: Kernels) -> Family:
+    return Family("ampere", _padded_shape, functools.partial(_program, kernels), backward)
+
+
+def _program(kernels: Kernels, request: AttentionRequest, mask: AttentionMask) -> Program:
+    native = backward(request) == "ampere"
+    return Program(
+        kernels,
+        mask,
+        request.scale,
+        request.logits_soft_cap,
+        request.statistics,
+        _forward_config(request),
+        _backward_config(request) if native else None,
+        _padded_shape(request)[-2:],
+        False,
+    )
+
+
+def _generation(request: AttentionRequest) -> int:
+    """The major number of the compute capability; 0 where it is not known."""
+    return int((request.compute_capability or "0").split(".")[0])
+
+
+def _padded_shape(request: AttentionRequest) -> AttentionShape:
+    T, S = (round_up(size, BLOCKS[0] if size <= BLOCKS[0] else BLOCKS[1]) for size in (request.T, request.S))
+    return AttentionShape(request.B, T, S, request.N, request.K, *_padded_heads(request.H, request.Hv))
+
+
+def _padded_heads(H: int, Hv: int) -> tuple[int, int]:
+    """The head sizes that the kernels compute with: up to 128 the least that the backward takes."""
+    for sizes in attention_backward_config.HEAD_SIZES:
+        if sizes[0] >= H and sizes[1] >= Hv:
+            return sizes
+    return round_up(H, HEAD_MULTIPLE), round_up(Hv, HEAD_MULTIPLE)
+
+
+def _forward_config(request: AttentionRequest) -> ForwardConfig:
+    """Settings of the forward: those of the call as a whole, so that `vmap` changes no bit of its result."""
+    memory, bulk = shared_memory(request.compute_capability), _generation(request) >= COPY_ENGINE
+    return attention_forward_config.heuristic(_padded_shape(request), memory, bulk=bulk)
+
+
+def _backward_config(request: AttentionRequest) -> BackwardConfig:
+    memory, bulk = shared_memory(request.compute_capability), _generation(request) >= COPY_ENGINE
+    return attention_backward_config.heuristic(_padded_shape(request), memory, bulk=bulk)
