@@ -232,6 +232,34 @@ def _unturned(array: Any) -> Any:
     return jax.jit(unturned)(array) if array.nbytes > WORTH_COMPILING else unturned(np.asarray(array))
 
 
+def stored_tensors(config: DecoderConfig, params: Params, dtype: Any = None) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a checkpoint of these parameters, by their names in the file, one parameter at a time.
+
+    Args:
+      config: the decoder's shape.
+      params: its parameters, on one device or split over a mesh.
+      dtype: of the tensors; None keeps the parameters' own.
+
+    Yields:
+      (name, tensor) in the order of the file.
+
+    Raises:
+      ValueError: the parameters are not those of `config`.
+    """
+    _check_params(config, params)
+    arrays, dtypes = dict(nnx.to_flat_state(params)), _dtypes(params, dtype)
+    for slot in slots(config):
+        array = arrays[slot.path][...]
+        joined = np.asarray(_unturned(array) if slot.layout.turns else array)
+        for name, tensor in zip(slot.shapes, slot.layout.split(joined), strict=True):
+            yield name, tensor.astype(dtypes[slot.path], copy=False)
+
+
+def _dtypes(params: Params, dtype: Any) -> dict[tuple[Any, ...], np.dtype]:
+    """The dtype of each parameter in the file, by its path."""
+    return {path: np.dtype(leaf[...].dtype if dtype is None else dtype) for path, leaf in nnx.to_flat_state(params)}
+
+
 def save(
     directory: Path | str,
     config: DecoderConfig,
@@ -255,20 +283,14 @@ def save(
       ValueError: the parameters are not those of `config`; nothing is written or removed.
     """
     _check_params(config, params)
-    arrays = {path: leaf[...] for path, leaf in nnx.to_flat_state(params)}
-    dtypes = {path: np.dtype(array.dtype if dtype is None else dtype) for path, array in arrays.items()}
+    dtypes = _dtypes(params, dtype)
     entries = {name: (shape, dtypes[slot.path]) for slot in slots(config) for name, shape in slot.shapes.items()}
-
-    def tensors() -> Iterator[np.ndarray]:
-        for slot in slots(config):
-            array = _unturned(arrays[slot.path]) if slot.layout.turns else arrays[slot.path]
-            yield from slot.layout.split(np.asarray(array).astype(dtypes[slot.path], copy=False))
-
+    tensors = (tensor for _, tensor in stored_tensors(config, params, dtype))
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     for stale in (*directory.glob("model*.safetensors"), directory / tensor_files.INDEX):
         stale.unlink(missing_ok=True)
-    tensor_files.write(directory, entries, tensors(), max_shard_bytes)
+    tensor_files.write(directory, entries, tensors, max_shard_bytes)
     stored = next(iter(dtypes.values())).name
     (directory / "config.json").write_text(json.dumps(config.to_hf(stored), indent=2) + "\n", encoding="utf-8")
     if tokenizer is not None:

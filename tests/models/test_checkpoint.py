@@ -213,6 +213,18 @@ def test_nothing_but_the_tower_is_left_out(tmp_path: Path) -> None:
         models.load(tmp_path)
 
 
+def test_stored_tensors_are_those_of_the_file(tmp_path: Path) -> None:
+    config, params = example("qwen2")
+    models.save(tmp_path, config, params, dtype=jnp.bfloat16)
+    held = safetensors.numpy.load_file(tmp_path / tensor_files.SINGLE)
+    given = dict(models.checkpoint.stored_tensors(config, params, jnp.bfloat16))
+    assert given.keys() == held.keys()
+    for name, tensor in given.items():
+        np.testing.assert_array_equal(tensor, held[name], err_msg=name)
+    with pytest.raises(ValueError, match="`params`: expected those of `config`"):
+        next(models.checkpoint.stored_tensors(example("llama")[0], params))
+
+
 def test_every_wrong_tensor_is_listed_at_once(tmp_path: Path) -> None:
     config, params = example("llama")
     models.save(tmp_path, config, params)
