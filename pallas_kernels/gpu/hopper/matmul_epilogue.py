@@ -3,9 +3,9 @@
     phi(x W + b), or phi(x W_g + b_g) * (x W + b); + residual                              (section 33.4)
 
 One warpgroup of a thread block copies blocks of x and w into a ring of stages; the others multiply, 64 rows each, and
-share the columns. A thread block works on one tile after another, and its copies run ahead into the next tile. The
-first computing warpgroup is some steps ahead of the second: when it finishes a tile, the second one has the matrix
-units for itself, and the other way round.
+share the columns. A thread block works on one tile after another, and its copies run ahead into the next tile. While
+one computing warpgroup finishes a tile, the other has the matrix units for itself as long as the ring lasts: that is
+why the tail is kept short. Tiles that would leave most thread blocks without work at the end are cut into narrow ones.
 """
 
 import functools
@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu.hopper.matmul_epilogue_activations import ACTIVATIONS
+from pallas_kernels.gpu.hopper.matmul_epilogue_activations import ACTIVATIONS, Activation
 from pallas_kernels.gpu.hopper.matmul_epilogue_config import OUT_SLOTS, TILE, MatmulEpilogueConfig, MatmulShape
 
 MATRIX, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
@@ -57,17 +57,15 @@ def matmul_epilogue(
     reasons = config.refusals(shape)
     if reasons:
         raise ValueError("; ".join(reasons))
-    whole = -N % config.block_n
-    bias, gate_bias = (b if b is None or not whole else jnp.pad(b, (0, whole)) for b in (bias, gate_bias))
     operands = _Operands(x, w, bias, gate, gate_bias, residual)
     names = tuple(name for name, operand in operands._asdict().items() if operand is not None)
     kernel = _Kernel(shape, config, activation)
-    clusters = {"cluster": (config.cluster_m, config.cluster_n), "cluster_names": ("m", "n")}
+    clusters: dict[str, Any] = {"cluster": (config.cluster_m, config.cluster_n), "cluster_names": ("m", "n")}
     run = plgpu.kernel(
         functools.partial(kernel.body, names),
         out_type=jax.ShapeDtypeStruct((M, N), x.dtype),
-        scratch_types=kernel.scratch(x.dtype, None if residual is None else residual.dtype),
-        grid=(kernel.programs,),
+        scratch_types=kernel.scratch(operands),
+        grid=(kernel.deal.programs,),
         grid_names=("program",),
         **(clusters if config.cluster > 1 else {}),
         num_threads=config.warpgroups + 1,
@@ -89,19 +87,25 @@ class _Operands(NamedTuple):
     gate_bias: Any = None
     residual: Any = None
 
+    @property
+    def biases(self) -> tuple[Any, Any]:
+        return self.bias, self.gate_bias
+
 
 class _Memory(NamedTuple):
     """Shared memory, and its barriers: full when copies have arrived, free when all their readers are done."""
 
     x: Any  # [stages, block_m, block_k]
-    w: Any  # [stages, block_k, block_n]
+    w: Any  # [stages, block_k, block_n], and where tiles are cut the same as [stages, cut, block_k, width]
     gate: Any
     out: Any  # [warpgroups, slots, 64, lanes]
     residual: Any  # [warpgroups, 64, lanes]
+    bias: Any  # [warpgroups, block_n]
+    gate_bias: Any
     full: Any
     free: Any
     residual_full: Any
-    start: Any  # of the second warpgroup
+    bias_full: Any
 
 
 class _Tile(NamedTuple):
@@ -109,6 +113,7 @@ class _Tile(NamedTuple):
 
     row: Any
     column: Any
+    width: int  # columns
 
 
 class _Kernel:
@@ -116,30 +121,34 @@ class _Kernel:
 
     def __init__(self, shape: MatmulShape, config: MatmulEpilogueConfig, activation: str | None) -> None:
         self.shape, self.config = shape, config
-        self.activate = ACTIVATIONS[activation] if activation is not None else lambda z: z
+        self.activate: Activation = ACTIVATIONS[activation] if activation is not None else lambda z: z
         self.steps = -(-shape.K // config.block_k)
-        self.rows, self.columns = config.tiles(shape)
-        self.programs = min(config.programs // config.cluster, self.rows * self.columns)
-        self.lead = min(config.lead, self.steps - 1) if config.warpgroups == 2 else 0
+        self.deal = config.deal(shape)
 
-    def scratch(self, dtype: Any, residual_dtype: Any) -> list[Any]:
+    def scratch(self, operands: "_Operands") -> list[Any]:
         """Shared memory and barriers of a thread block, in the order of `_Memory`."""
-        c = self.config
+        c, dtype = self.config, operands.x.dtype
         stage = functools.partial(_tiled, row_bytes=2 * c.lanes)
-        w = stage((c.stages, c.block_k, c.block_n), dtype)
+        w: Any = stage((c.stages, c.block_k, c.block_n), dtype)
+        if self.deal.cut > 1:
+            w = plgpu.RefUnion(w, stage((c.stages, self.deal.cut, c.block_k, c.block_n // self.deal.cut), dtype))
         free: Any = {"num_barriers": c.stages, "num_arrivals": c.warpgroups}
         axes = tuple(name for name, size in (("m", c.cluster_m), ("n", c.cluster_n)) if size > 1)
-        has_residual = residual_dtype is not None
+        residual = operands.residual
+        each: dict[str, Any] = {"num_barriers": c.warpgroups}
+        biases = [b if b is None else plgpu.SMEM((c.warpgroups, c.block_n), b.dtype) for b in operands.biases]
+        given = sum(b is not None for b in biases)
         return [
             stage((c.stages, c.block_m, c.block_k), dtype),
             w,
-            w if self.shape.products == 2 else None,
+            None if operands.gate is None else w,
             stage((c.warpgroups, OUT_SLOTS, TILE, c.lanes), dtype),
-            _tiled((c.warpgroups, TILE, c.lanes), residual_dtype, 2 * c.lanes) if has_residual else None,
+            None if residual is None else _tiled((c.warpgroups, TILE, c.lanes), residual.dtype, 2 * c.lanes),
+            *biases,
             plgpu.Barrier(num_barriers=c.stages, num_arrivals=1 + self.shape.products),
             plgpu.ClusterBarrier(collective_axes=axes, **free) if axes else plgpu.Barrier(**free),
-            plgpu.Barrier(num_barriers=c.warpgroups) if has_residual else None,
-            plgpu.Barrier() if self.lead else None,
+            None if residual is None else plgpu.Barrier(**each),
+            plgpu.Barrier(num_arrivals=given, **each) if given else None,
         ]
 
     def body(self, names: tuple[str, ...], *refs: Any) -> None:
@@ -160,45 +169,50 @@ class _Kernel:
             self._copy(inputs, memory)
 
     def _each_tile(self, step: Any, carry: Any) -> Any:
-        """carry = step(first, tile, carry) for each tile of this thread block."""
-        program = lax.axis_index("program")
-        count = lax.div(self.rows * self.columns - 1 - program, self.programs) + 1
-        return lax.fori_loop(
-            0, count, lambda i, carry: step(i == 0, self._tile(program + i * self.programs), carry), carry
-        )
+        """carry = step(tile, carry) for each tile of this thread block."""
+        program, deal = lax.axis_index("program"), self.deal
+        whole = deal.whole if deal.cut > 1 else deal.whole + (program < deal.rest).astype(jnp.int32)
+        carry = lax.fori_loop(0, whole, lambda i, carry: step(self._tile(program + i * deal.programs), carry), carry)
+        if deal.cut == 1:
+            return carry
+
+        def narrow(_: Any, carry: Any) -> Any:
+            tile = self._tile(deal.whole * deal.programs + lax.div(program, deal.cut))
+            width = tile.width // deal.cut
+            return step(_Tile(tile.row, tile.column + lax.rem(program, deal.cut) * width, width), carry)
+
+        return lax.fori_loop(0, (program < deal.rest * deal.cut).astype(jnp.int32), narrow, carry)
 
     def _tile(self, index: Any) -> _Tile:
         """The tile at a place of the order: `group` tiles along the rows, then the next column."""
-        c = self.config
-        group = min(max(1, c.group // c.cluster_m), self.rows)
-        number, rest = lax.div(index, group * self.columns), lax.rem(index, group * self.columns)
-        width: Any = group
-        if self.rows % group:
-            width = jnp.minimum(group, self.rows - number * group)
-        row, column = number * group + lax.rem(rest, width), lax.div(rest, width)
+        c, (rows, columns) = self.config, self.config.tiles(self.shape)
+        group = min(max(1, c.group // c.cluster_m), rows)
+        number, rest = lax.div(index, group * columns), lax.rem(index, group * columns)
+        height: Any = group
+        if rows % group:
+            height = jnp.minimum(group, rows - number * group)
+        row, column = number * group + lax.rem(rest, height), lax.div(rest, height)
         if c.cluster_m > 1:
             row = row * c.cluster_m + lax.axis_index("m")
         if c.cluster_n > 1:
             column = column * c.cluster_n + lax.axis_index("n")
-        return _Tile(row * c.block_m, column * c.block_n)
+        return _Tile(row * c.block_m, column * c.block_n, c.block_n)
 
     def _copy(self, inputs: _Operands, memory: _Memory) -> None:
         """The copying warpgroup: blocks of x and w as stages become free."""
         c = self.config
         along_m, along_n = ("m" if c.cluster_m > 1 else None), ("n" if c.cluster_n > 1 else None)
 
-        def tile_step(_: Any, tile: _Tile, count: Any) -> Any:
-            rows, columns = pl.ds(tile.row, c.block_m), pl.ds(tile.column, c.block_n)
+        def tile_step(tile: _Tile, count: Any) -> Any:
+            rows, columns = pl.ds(tile.row, c.block_m), pl.ds(tile.column, tile.width)
 
             def step(k: Any, count: Any) -> Any:
                 slot, inner = lax.rem(count, c.stages), pl.ds(k * c.block_k, c.block_k)
                 full = memory.full.at[slot]
                 _wait_when(count >= c.stages, memory.free.at[slot])
                 plgpu.copy_gmem_to_smem(inputs.x.at[rows, inner], memory.x.at[slot], full, collective_axes=along_n)
-                plgpu.copy_gmem_to_smem(inputs.w.at[inner, columns], memory.w.at[slot], full, collective_axes=along_m)
-                if inputs.gate is not None:
-                    gate = inputs.gate.at[inner, columns]
-                    plgpu.copy_gmem_to_smem(gate, memory.gate.at[slot], full, collective_axes=along_m)
+                for weights, block in zip((inputs.w, inputs.gate), self._blocks(memory, tile, slot), strict=False):
+                    plgpu.copy_gmem_to_smem(weights.at[inner, columns], block, full, collective_axes=along_m)
                 return count + 1
 
             return lax.fori_loop(0, self.steps, step, count)
@@ -212,23 +226,31 @@ class _Kernel:
             None,
         )
 
+    def _blocks(self, memory: _Memory, tile: _Tile, slot: Any) -> list[Any]:
+        """Where the blocks of w and of the gate lie in a stage."""
+        stages = (memory.w, memory.gate)[: self.shape.products]
+        if self.deal.cut == 1:
+            return [stage.at[slot] for stage in stages]
+        wide, narrow = ([stage[i] for stage in stages] for i in range(2))
+        if tile.width == self.config.block_n:
+            return [stage.at[slot] for stage in wide]
+        return [stage.at[slot, 0] for stage in narrow]
+
     def _compute(self, inputs: _Operands, result: Any, memory: _Memory, w: Any) -> None:
         """A computing warpgroup: 64 rows of each tile."""
 
-        def tile_step(first: Any, tile: _Tile, slot: Any) -> Any:
+        def tile_step(tile: _Tile, slot: Any) -> Any:
             tile = tile._replace(row=tile.row + w * TILE)
+            self._copy_biases(inputs, memory, tile, w)
             self._copy_residual(inputs, memory, tile, w, 0)
-            biases = self._biases(inputs, tile, 0)
-            if self.lead:
-                _wait_when(first & (w == 1), memory.start)
-            sums, slot = self._multiply(memory, w, first, slot)
-            self._finish(inputs, result, memory, tile, w, sums, biases)
+            sums, slot = self._multiply(memory, w, tile, slot)
+            self._finish(inputs, result, memory, tile, w, sums)
             return slot
 
         self._each_tile(tile_step, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
-    def _multiply(self, memory: _Memory, w: Any, first: Any, slot: Any) -> tuple[tuple[Array, ...], Any]:
+    def _multiply(self, memory: _Memory, w: Any, tile: _Tile, slot: Any) -> tuple[tuple[Array, ...], Any]:
         """The sums of a tile, one for each product; the contraction starts at stage `slot`."""
         c, products = self.config, self.shape.products
         rows = pl.ds(w * TILE, TILE)
@@ -236,13 +258,11 @@ class _Kernel:
         def sums(*accumulators: Any) -> Any:
             def multiply(slot: Any) -> Any:
                 plgpu.barrier_wait(memory.full.at[slot])
-                for accumulator, weights in zip(accumulators, (memory.w, memory.gate), strict=False):
-                    plgpu.wgmma(accumulator, memory.x.at[slot, rows], weights.at[slot])
+                for accumulator, weights in zip(accumulators, self._blocks(memory, tile, slot), strict=True):
+                    plgpu.wgmma(accumulator, memory.x.at[slot, rows], weights)
                 return jnp.where(slot == c.stages - 1, 0, slot + 1)
 
-            def step(k: Any, slot: Any) -> Any:
-                if self.lead:
-                    pl.when(first & (w == 0) & (k == self.lead))(lambda: plgpu.barrier_arrive(memory.start))
+            def step(_: Any, slot: Any) -> Any:
                 following = multiply(slot)
                 plgpu.wgmma_wait(products)
                 plgpu.barrier_arrive(memory.free.at[_before(slot, c.stages)])
@@ -253,44 +273,49 @@ class _Kernel:
             plgpu.barrier_arrive(memory.free.at[_before(slot_now, c.stages)])
             return values, slot_now
 
-        return pl.run_scoped(sums, *[plgpu.ACC((TILE, c.block_n), jnp.float32)] * products)
+        return pl.run_scoped(sums, *[plgpu.ACC((TILE, tile.width), jnp.float32)] * products)
 
     def _finish(
-        self,
-        inputs: _Operands,
-        result: Any,
-        memory: _Memory,
-        tile: _Tile,
-        w: Any,
-        sums: tuple[Array, ...],
-        biases: tuple[Any, ...],
+        self, inputs: _Operands, result: Any, memory: _Memory, tile: _Tile, w: Any, sums: tuple[Array, ...]
     ) -> None:
         """The tail, piece by piece, so that a piece is on its way to memory while the next one is computed."""
         lanes = self.config.lanes
-        pieces = self.config.block_n // lanes
-        for i in range(pieces):
-            span = slice(i * lanes, (i + 1) * lanes)
-            z, *gates = (_add(total[:, span], bias) for total, bias in zip(sums, biases, strict=True))
-            y = self.activate(gates[0]) * z if gates else self.activate(z)
+        spans = [slice(start, start + lanes) for start in range(0, tile.width, lanes)]
+        together = 1 if inputs.residual is not None or len(spans) % 2 else 2
+        for b in (memory.bias_full,) if memory.bias_full is not None else ():
+            plgpu.barrier_wait(b.at[w])
+        for i in range(0, len(spans), together):
+            ys = self._tail(memory, w, sums, spans[i : i + together])
             if inputs.residual is not None:
                 plgpu.barrier_wait(memory.residual_full.at[w])
-                y = y + plgpu.load(memory.residual.at[w], layout=MATRIX).astype(jnp.float32)
-            if i + 1 < pieces:
-                biases = self._biases(inputs, tile, i + 1)
-            out = memory.out.at[w, i % OUT_SLOTS]
-            plgpu.wait_smem_to_gmem(min(i, OUT_SLOTS - 1), wait_read_only=True)
-            out[...] = y.astype(out.dtype)
+                ys = [y + plgpu.load(memory.residual.at[w], layout=MATRIX).astype(jnp.float32) for y in ys]
+            places = [memory.out.at[w, j % OUT_SLOTS] for j in range(i, i + together)]
+            plgpu.wait_smem_to_gmem(min(i, OUT_SLOTS - together), wait_read_only=True)
+            for place, y in zip(places, ys, strict=True):
+                place[...] = y.astype(place.dtype)
             plgpu.commit_smem()
-            columns = pl.ds(tile.column + i * lanes, lanes)
-            plgpu.copy_smem_to_gmem(out, result.at[pl.ds(tile.row, TILE), columns])
-            if i + 1 < pieces:
-                self._copy_residual(inputs, memory, tile, w, i + 1)
+            for j, place in enumerate(places, i):
+                columns = pl.ds(tile.column + j * lanes, lanes)
+                plgpu.copy_smem_to_gmem(place, result.at[pl.ds(tile.row, TILE), columns])
+            if i + together < len(spans):
+                self._copy_residual(inputs, memory, tile, w, i + together)
 
-    def _biases(self, inputs: _Operands, tile: _Tile, i: int) -> tuple[Any, ...]:
-        """The biases of piece i, read ahead of their use; None where there is none."""
-        span = pl.ds(tile.column + i * self.config.lanes, self.config.lanes)
-        refs = (inputs.bias, inputs.gate_bias)[: self.shape.products]
-        return tuple(None if ref is None else plgpu.load(ref.at[span], layout=COLUMN, optimized=False) for ref in refs)
+    def _tail(self, memory: _Memory, w: Any, sums: tuple[Array, ...], spans: list[slice]) -> list[Array]:
+        """Biases, activation and gate of some pieces."""
+        biases = (memory.bias, memory.gate_bias)
+        zs, *gates = (
+            [_add(total[:, span], bias, w, span) for span in spans] for total, bias in zip(sums, biases, strict=False)
+        )
+        if not gates:
+            return self.activate(zs)
+        return [gate * z for gate, z in zip(self.activate(gates[0]), zs, strict=True)]
+
+    def _copy_biases(self, inputs: _Operands, memory: _Memory, tile: _Tile, w: Any) -> None:
+        """Start the copies of the biases of a tile."""
+        for bias, place in zip(inputs.biases, (memory.bias, memory.gate_bias), strict=True):
+            if bias is not None:
+                source = bias.at[pl.ds(tile.column, tile.width)]
+                plgpu.copy_gmem_to_smem(source, place.at[w, : tile.width], memory.bias_full.at[w])
 
     def _copy_residual(self, inputs: _Operands, memory: _Memory, tile: _Tile, w: Any, i: int) -> None:
         """Start the copy of piece i of the residual."""
@@ -300,9 +325,12 @@ class _Kernel:
             plgpu.copy_gmem_to_smem(source, memory.residual.at[w], memory.residual_full.at[w])
 
 
-def _add(z: Array, bias: Any) -> Array:
-    """z plus its columns' bias."""
-    return z if bias is None else z + lax.broadcast_in_dim(bias.astype(jnp.float32), z.shape, (1,))
+def _add(z: Array, biases: Any, w: Any, span: slice) -> Array:
+    """z plus the bias of its columns."""
+    if biases is None:
+        return z
+    bias = plgpu.load(biases.at[w, span], layout=COLUMN, optimized=False)
+    return z + lax.broadcast_in_dim(bias.astype(jnp.float32), z.shape, (1,))
 
 
 def _before(slot: Any, stages: int) -> Any:
