@@ -1,6 +1,8 @@
 """The queue before a batch, and what is said of it: ratios of sums, tails, and from where speculation loses."""
 
+import argparse
 import types
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -8,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import request_queue
+from experiments import harness, load_workloads, registry, request_queue, speculative_load
 from experiments.load_workloads import SETTINGS, UNIFORM_SETTINGS, Workload
 from experiments.pairs import Pair
 from experiments.request_queue import Clock, Request, Server, Sizes
 from experiments.speculative_load import loses_from, percentile
-from flashspec.speculative import ModelDrafter
+from flashspec.speculative import ModelDrafter, slots
 from tests.mutants import mutant
 from tests.speculative import toys
 
@@ -119,3 +121,18 @@ def test_tokens_of_a_request_do_not_depend_on_who_comes_when() -> None:
 
 def _rest(request: Request) -> tuple[Any, ...]:
     return request.prompt, request.new_tokens, request.sampling, request.number
+
+
+@pytest.mark.slow
+def test_the_check_rejects_a_slot_that_keeps_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"smoke": True, "seed": 0, "out": tmp_path, "large": False, "draft_length": 2}
+    job = harness.Job(registry.find("speculative_load"), argparse.Namespace(**options), "a command")
+    tiny = load_workloads.tiny(0, 12, 6)
+
+    def judged() -> bool:
+        return speculative_load.check_tokens(job, tiny, speculative_load.make_servers(job, tiny, 2), tiny.pair).passed
+
+    assert judged()
+    wrong = mutant(slots, ('_CACHES = ("target_cache", "draft_cache")', '_CACHES = ("draft_cache",)'))
+    monkeypatch.setattr(request_queue, "admit", wrong.admit)
+    assert not judged()
