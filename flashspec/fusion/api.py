@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 from flashspec.fusion import backends
 from flashspec.fusion.plan import EpiloguePlan, make_plan
 from flashspec.fusion.request import Activation, EpilogueOperands, EpilogueRequest, make_request, partitioned_axes
-from flashspec.selection import Implementation, resolve_device
+from flashspec.selection import Implementation, Target, resolve_device
 
 type Shaped = ArrayLike | jax.ShapeDtypeStruct
 
@@ -41,8 +41,7 @@ def matmul_epilogue(
       gate: W_g [C, F], or a pair of it and b_g [F]; phi then acts on the gate alone.
       residual: [..., F], any of these dtypes; added after all else.
       implementation: "hopper", "tpu", "xla" or "reference"; a sequence of them, of which the first that supports the
-        call runs; None for the best one for the platform that the call is lowered for. The first two name kernels that
-        this version does not have: they refuse every call.
+        call runs; None for the best one for the platform that the call is lowered for.
 
     Returns:
       y [..., F] in the dtype of x.
@@ -88,8 +87,8 @@ def plan_matmul_epilogue(
       NotImplementedError: the implementations named cannot run this call.
     """
     arrays = {"x": x, "w": w, "bias": bias, "gate": gate, "residual": residual}
-    facts: dict[str, Any] = {"partitioned": partitioned_axes(**arrays)}
-    kind, facts["platform"], _ = resolve_device(device, x)
+    target = resolve_device(device, x)
+    facts = _facts(arrays, target)
     requests: list[EpilogueRequest] = []
 
     def prepare(arrays: dict[str, Any]) -> EpilogueOperands:
@@ -98,7 +97,7 @@ def plan_matmul_epilogue(
         return operands
 
     jax.eval_shape(prepare, arrays)
-    return make_plan(requests[0], implementation, kind)
+    return make_plan(requests[0], implementation, target.kind)
 
 
 def _prepare(
@@ -106,5 +105,15 @@ def _prepare(
 ) -> tuple[EpilogueRequest, EpilogueOperands]:
     """The checked call, with where its operands lie."""
     if facts is None:
-        facts = {"partitioned": partitioned_axes(**arrays), "platform": resolve_device(None, arrays["x"])[1]}
+        facts = _facts(arrays, resolve_device(None, arrays["x"]))
     return make_request(**arrays, activation=activation, **facts)
+
+
+def _facts(arrays: dict[str, Any], target: Target) -> dict[str, Any]:
+    """Where the operands of a call lie."""
+    return {
+        "platform": target.platform,
+        "compute_capability": target.compute_capability,
+        "device_kind": target.kind,
+        "partitioned": partitioned_axes(**arrays),
+    }

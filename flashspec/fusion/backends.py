@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from flashspec.fusion import tpu
+from flashspec.fusion import hopper, tpu
 from flashspec.fusion.reference import reference_epilogue
 from flashspec.fusion.request import EpilogueOperands, EpilogueRequest
 from flashspec.fusion.xla import xla_epilogue
@@ -37,8 +37,13 @@ class Backend:
     config: Callable[[EpilogueRequest], Mapping[str, int]] = lambda request: {}
 
 
-def _absent(kernel: str) -> Callable[[EpilogueRequest], tuple[str, ...]]:
-    return lambda request: (f"this version has no {kernel} kernel for a matmul with its tail built in",)
+@functools.cache
+def _hopper_kernels() -> hopper.Kernels:
+    """Imported when first used, so that `import flashspec` stays quick."""
+    from pallas_kernels.gpu.hopper.matmul_epilogue import matmul_epilogue
+    from pallas_kernels.gpu.hopper.matmul_epilogue_rows import matmul_epilogue_rows
+
+    return hopper.Kernels(matmul_epilogue, matmul_epilogue_rows)
 
 
 def _tpu_kernel() -> Callable[..., jax.Array]:
@@ -55,7 +60,12 @@ def _anything(request: EpilogueRequest) -> tuple[str, ...]:
 BACKENDS: Mapping[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend("hopper", _absent("Hopper")),
+        Backend(
+            "hopper",
+            hopper.refusals,
+            lambda request, operands: hopper.hopper_epilogue(_hopper_kernels(), request, operands),
+            config=hopper.launch_config,
+        ),
         Backend(
             "tpu",
             tpu.refusals,
@@ -90,9 +100,16 @@ def run(request: EpilogueRequest, operands: EpilogueOperands, implementation: Im
     """Run a call on the implementation selected for the platform that it will be lowered for."""
 
     def select_for(target: Target) -> str:
-        return select(dataclasses.replace(request, platform=target.platform), implementation).name
+        there = dataclasses.replace(
+            request,
+            platform=target.platform,
+            compute_capability=target.compute_capability,
+            device_kind=target.kind or None,
+        )
+        return select(there, implementation).name
 
-    return run_where_lowered(operands, Target("", request.platform), select_for, functools.partial(_execute, request))
+    here = Target(request.device_kind or "", request.platform, request.compute_capability)
+    return run_where_lowered(operands, here, select_for, functools.partial(_execute, request))
 
 
 def scope(name: str) -> str:

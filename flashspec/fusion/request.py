@@ -48,7 +48,10 @@ class EpilogueRequest:
       activation: a name out of `ACTIVATIONS`, a function of the caller's own, or None.
       options: names of the optional operands in use: "bias", "gate", "gate_bias", "residual".
       platform: "cpu", "cuda", "rocm" or "tpu".
+      compute_capability: of a CUDA GPU, such as "9.0"; None elsewhere and where it is not known.
+      device_kind: such as "NVIDIA H200", whose facts are used; None where it is not known.
       partitioned: operand axes that are split over devices, such as "x axis 1".
+      wide_options: whether a bias or the residual is of 64 bits.
     """
 
     rows: int
@@ -58,7 +61,10 @@ class EpilogueRequest:
     activation: Activation = None
     options: frozenset[str] = frozenset()
     platform: str = "cpu"
+    compute_capability: str | None = None
+    device_kind: str | None = None
     partitioned: tuple[str, ...] = ()
+    wide_options: bool = False
 
     @property
     def work_dtype(self) -> np.dtype:
@@ -99,6 +105,8 @@ def make_request(
     gate: Any = None,
     residual: Any = None,
     platform: str = "cpu",
+    compute_capability: str | None = None,
+    device_kind: str | None = None,
     partitioned: tuple[str, ...] = (),
 ) -> tuple[EpilogueRequest, EpilogueOperands]:
     """Check the arguments of `matmul_epilogue` and bring them into the form that backends take.
@@ -127,7 +135,10 @@ def make_request(
         activation=activation_name(activation),
         options=frozenset(name for name, array in arrays.items() if array is not None) - {"x", "w"},
         platform=platform,
+        compute_capability=compute_capability,
+        device_kind=device_kind,
         partitioned=partitioned,
+        wide_options=any(array is not None and array.dtype.itemsize > 4 for array in arrays.values()),
     )
     return request, EpilogueOperands(**arrays)
 

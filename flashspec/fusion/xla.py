@@ -1,6 +1,7 @@
 """A matmul with its tail as XLA fuses it: sums in float32 that never become 16-bit before the tail has run."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,16 @@ import numpy as np
 from flashspec.fusion.request import EpilogueOperands, EpilogueRequest
 
 
-def xla_epilogue(request: EpilogueRequest, operands: EpilogueOperands) -> jax.Array:
-    """phi(x W + b), or phi(x W_g + b_g) * (x W + b); + residual; rounded once, at the end."""
+def xla_epilogue(
+    request: EpilogueRequest, operands: EpilogueOperands, total: Callable[[jax.Array], jax.Array] = lambda z: z
+) -> jax.Array:
+    """phi(x W + b), or phi(x W_g + b_g) * (x W + b); + residual; rounded once, at the end.
+
+    `total` makes whole products of those of a part of the contraction.
+    """
 
     def affine(weights: jax.Array, bias: jax.Array | None) -> jax.Array:
-        z = product(operands.x, weights)
+        z = total(product(operands.x, weights))
         return z if bias is None else z + bias.astype(z.dtype).reshape((1,) * (z.ndim - 1) + (-1,))
 
     y = affine(operands.w, operands.bias)

@@ -232,3 +232,17 @@ class FewRowsConfig:
             (needed > SHARED_MEMORY, f"needs {needed} bytes of shared memory, of which there are {SHARED_MEMORY}"),
         )
         return tuple(reason for refused, reason in rules if refused)
+
+
+def few_rows(shape: MatmulShape) -> FewRowsConfig | None:
+    """Settings of the kernel for few rows, with as many steps in flight as there is room for; None where it cannot run.
+
+    Args:
+      shape: of the launch.
+    """
+    config = FewRowsConfig(stages=2)
+    if config.refusals(shape):
+        return None
+    while config.stages < 32 and not dataclasses.replace(config, stages=config.stages + 1).refusals(shape):
+        config = dataclasses.replace(config, stages=config.stages + 1)
+    return config
