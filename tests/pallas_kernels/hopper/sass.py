@@ -179,6 +179,30 @@ def _decode(tokens: int, heads: tuple[int, int], H: int, kind: str, make: Make) 
     return lambda *x: decode(call, DecodeOperands(**dict(zip(names, x, strict=True)))), tuple(arrays.values())
 
 
+def _matmul(rows: int, tail: str, make: Make) -> Any:
+    import jax.numpy as jnp
+
+    from pallas_kernels.gpu.hopper.matmul_epilogue import matmul_epilogue
+    from pallas_kernels.gpu.hopper.matmul_epilogue_config import MatmulShape, few_rows, heuristic
+    from pallas_kernels.gpu.hopper.matmul_epilogue_rows import matmul_epilogue_rows
+
+    inputs, outputs = 4096, 14336
+    gated, residual = tail == "gated", 4 if tail == "residual" else 0
+    shape = MatmulShape(rows, outputs, inputs, 2 if gated else 1, residual)
+    arrays = {"x": make((rows, inputs), jnp.bfloat16), "w": make((inputs, outputs), jnp.bfloat16)}
+    arrays |= {"gate": arrays["w"]} if gated else {"bias": make((outputs,), jnp.bfloat16)}
+    arrays |= {"residual": make((rows, outputs), jnp.float32)} if residual else {}
+    options: dict[str, Any] = {"activation": "silu" if gated else "gelu_tanh"}
+    few = few_rows(shape)
+    kernel = matmul_epilogue if few is None else matmul_epilogue_rows
+    options["config"] = few or heuristic(shape)
+    return functools.partial(_named, kernel, tuple(arrays), options), tuple(arrays.values())
+
+
+def _named(function: Callable[..., Any], names: tuple[str, ...], options: dict[str, Any], *arrays: Any) -> Any:
+    return function(**dict(zip(names, arrays, strict=True)), **options)
+
+
 PLANTED = "planted: tiles that are too large"
 VARIANTS: dict[str, Variant] = {
     **{f"forward {H} {kind}": functools.partial(_forward, H, kind) for H in (64, 128, 256) for kind in MASKS},
@@ -197,6 +221,11 @@ VARIANTS: dict[str, Variant] = {
     "decode 4 dense 256": functools.partial(_decode, 4, (32, 8), 256, "dense"),
     "decode 4 pages": functools.partial(_decode, 4, (32, 8), 128, "pages"),
     "decode 4 ring": functools.partial(_decode, 4, (32, 8), 128, "ring"),
+    **{
+        f"matmul {rows} {tail}": functools.partial(_matmul, rows, tail)
+        for rows in (16, 256, 8192)
+        for tail in ("bias", "gated", "residual")
+    },
     PLANTED: _wide_tiles,
 }
 

@@ -39,7 +39,7 @@ KNOWN = {
     "decode 4 dense 256": 180,
 }
 QUICK = ("forward 128 causal", PLANTED)
-KINDS = ("forward", "backward", "decode")
+KINDS = ("forward", "backward", "decode", "matmul")
 
 
 @compiled
