@@ -1,6 +1,7 @@
 """A matrix product with its tail: fused and step by step, and an intermediate for which fusing loses."""
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import re
@@ -19,7 +20,7 @@ from flashspec.measure import Call, Checked, Interleaved, checked, compile_call,
 
 QUESTION = "What does fusing a matrix product with its tail save, and where does it lose?"
 NEEDS = "a GPU for the rows of 4096 x 14336; smaller ones run on a CPU"
-TIME = "1 minute on 2 CPU cores, 4 on an H200"
+TIME = "1 minute on 2 CPU cores, 2 on an H200"
 
 SIZES = {"gpu": ((16, 256, 8192), 4096, 14336), "cpu": ((16, 256, 1024), 512, 1792)}
 SMOKE = ((8, 32), 128, 256)
@@ -29,9 +30,10 @@ TAILS: Mapping[str, dict[str, Any]] = {
     "gated SiLU": {"activation": "silu", "gated": True},
 }
 # With its own matrix products switched off, XLA calls cuBLASLt and gives it what tail that library has.
+KERNELS = ("hopper", "tpu")
 CUBLASLT = {"xla_gpu_enable_triton_gemm": False}
-AT_LEAST = 0.99  # of XLA's best time, in every row
-LARGEST_GELU = 1.10  # at the most rows with GELU
+AT_LEAST = 0.99  # of the speed of XLA's best, in every row
+OVER_AS_WRITTEN = 1.10  # times the speed of the chain as XLA fuses it, at the most rows with GELU
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}  # of the largest value of the result
 
 
@@ -62,6 +64,11 @@ class Case:
         """What the library would run."""
         operands: dict[str, Any] = dict(self.operands)
         return plan_matmul_epilogue(**operands, activation=self.activation)
+
+    def kernel(self) -> str | None:
+        """Our own kernel that can run it here, chosen by the library or not."""
+        rejected = self.plan().rejected
+        return next((name for name in KERNELS if name not in rejected), None)
 
 
 def run(job: Job) -> None:
@@ -128,22 +135,30 @@ def programs(case: Case) -> dict[str, Call]:
     """All ways to compute a case, compiled; the first is the chain step by step."""
     operands = dict(case.operands)
 
-    def compiled(function: Callable[..., Array], **options: Any) -> Call:
-        return compile_call(lambda operands: function(**operands), operands, compiler_options=options)
+    def compiled(function: Callable[..., Array], **options: Any) -> Callable[[], Call]:
+        run = functools.partial(_by_name, function)
+        return functools.partial(compile_call, run, operands, compiler_options=options)
 
-    calls = {
+    def library(implementation: str) -> Callable[[], Call]:
+        options: dict[str, Any] = {"activation": case.activation, "implementation": implementation}
+        return compiled(functools.partial(matmul_epilogue, **options))
+
+    builders = {
         "step by step": compiled(functools.partial(step_by_step, case.activation)),
         "XLA, as written": compiled(functools.partial(chain, case.activation)),
-        "matmul_epilogue, xla": compiled(
-            functools.partial(matmul_epilogue, activation=case.activation, implementation="xla")
-        ),
+        "matmul_epilogue, xla": library("xla"),
     }
     if jax.default_backend() == "gpu":
-        calls["XLA, cuBLASLt"] = compiled(functools.partial(chain, case.activation), **CUBLASLT)
-    kernel = case.plan().forward
-    if kernel != "xla":
-        calls[f"matmul_epilogue, {kernel}"] = compiled(functools.partial(matmul_epilogue, activation=case.activation))
-    return calls
+        builders["XLA, cuBLASLt"] = compiled(functools.partial(chain, case.activation), **CUBLASLT)
+    kernel = case.kernel()
+    if kernel is not None:
+        builders[f"matmul_epilogue, {kernel}"] = library(kernel)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return dict(zip(builders, pool.map(lambda build: build(), builders.values()), strict=True))
+
+
+def _by_name(function: Callable[..., Array], operands: dict[str, Array]) -> Array:
+    return function(**operands)
 
 
 def agreement(case: Case, calls: Mapping[str, Call]) -> Checked:
@@ -196,25 +211,28 @@ def time_case(job: Job, case: Case, repeats: int) -> list[list[Any]]:
         values = {} if ratio is None else {"speed_ratio": ratio, "bytes": by_formula}
         settings = {"tail": case.tail, "rows": case.rows, "program": name}
         job.record("epilogue", settings=settings, check=check.what, values=values, **timing.fields())
-    judge_case(job, case, plan, calls, times)
+    judge_case(job, case, calls, times)
     return rows
 
 
-def judge_case(job: Job, case: Case, plan: EpiloguePlan, calls: Mapping[str, Call], times: Interleaved) -> None:
-    """Fusing moves less; and a kernel of our own has to keep up with the best that XLA makes."""
+def judge_case(job: Job, case: Case, calls: Mapping[str, Call], times: Interleaved) -> None:
+    """Fusing moves less; and a kernel of our own is to keep up with the best that XLA makes."""
     counted = {name: compiler_bytes(calls[name]) for name in ("step by step", "XLA, as written")}
     separate, fused = counted.values()
     if separate is not None and fused is not None:
         what = f"{case.tail}, {case.rows} rows: fused, the compiler moves {fused:.4g} of {separate:.4g} MB"
         job.claim(what, fused < separate)
-    if plan.forward == "xla":
+    kernel = case.kernel()
+    if kernel is None or job.smoke:
         return
-    ours = f"matmul_epilogue, {plan.forward}"
+    ours = f"matmul_epilogue, {kernel}"
     others = [name for name in calls if name not in (ours, "step by step")]
-    best = min(others, key=lambda name: times.timings[name].steady_s)
-    ratio, most = times.ratio(best, ours), case.rows == max(SIZES["gpu"][0])
-    bar = LARGEST_GELU if most and case.activation == "gelu_tanh" else AT_LEAST
-    job.claim(f"{case.tail}, {case.rows} rows: {plan.forward} is {ratio:.3f} times as fast as {best}", ratio >= bar)
+    bars = {min(others, key=lambda name: times.timings[name].steady_s): AT_LEAST}
+    if case.rows == max(SIZES["gpu"][0]) and case.activation == "gelu_tanh":
+        bars["XLA, as written"] = OVER_AS_WRITTEN
+    for other, bar in bars.items():
+        ratio, what = times.ratio(other, ours), f"{case.tail}, {case.rows} rows: {kernel}"
+        job.goal(f"{what} is {ratio:.3f} times as fast as {other}, at least {bar:.2f}", ratio >= bar)
 
 
 def time_two_uses(job: Job, repeats: int) -> None:
