@@ -6,12 +6,23 @@ from flashspec.attention.decode import cached_attention, decode_attention, decod
 from flashspec.attention.decode_plan import plan_decode
 from flashspec.attention.plan import AttentionPlan
 from flashspec.attention.request import AttentionRequest
-from flashspec.attention.settings import BackwardConfig, DecodeConfig, ForwardConfig, Hopper
+from flashspec.attention.settings import (
+    Ampere,
+    AmpereBackwardConfig,
+    AmpereForwardConfig,
+    BackwardConfig,
+    DecodeConfig,
+    ForwardConfig,
+    Hopper,
+)
 from flashspec.attention.views import DenseView, PagedView, WindowView
 from flashspec.masks import Contiguous
 from flashspec.online_softmax import SoftmaxStats, finalize, merge, merge_across, merge_axis
 
 __all__ = [
+    "Ampere",
+    "AmpereBackwardConfig",
+    "AmpereForwardConfig",
     "AttentionPlan",
     "AttentionRequest",
     "BackwardConfig",

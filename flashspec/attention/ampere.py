@@ -10,10 +10,12 @@ from collections.abc import Mapping
 
 from jax import Array
 
+from flashspec.attention import tuning
 from flashspec.attention.gpu_kernels import Family, Kernels, Program, kernel_attention, kernel_stats
 from flashspec.attention.hopper import kernel_refusals
 from flashspec.attention.hopper_mask import may_hide
 from flashspec.attention.request import AttentionOperands, AttentionRequest
+from flashspec.attention.settings import Ampere, settings_of
 from flashspec.online_softmax import SoftmaxStats
 from pallas_kernels.gpu.ampere import attention_backward_config, attention_forward_config
 from pallas_kernels.gpu.ampere.attention_backward_config import BackwardConfig
@@ -24,6 +26,7 @@ from pallas_kernels.launch import round_up
 OLDEST = 8  # compute capability of the first GPU whose mma takes bfloat16 and that copies asynchronously
 COPY_ENGINE = 9  # that of the first GPU with a copy engine, which is then the way to copy in Mosaic GPU
 LARGEST_BACKWARD_HEAD = 128
+FORWARD, BACKWARD = "ampere_attention_forward", "ampere_attention_backward"  # names of tuned files
 HEAD_MULTIPLE = 64
 BLOCKS = (64, 128)  # lengths are padded to the first if they fit it, else to multiples of the second
 
@@ -35,7 +38,19 @@ def refusals(request: AttentionRequest) -> tuple[str, ...]:
         device += f" of compute capability {request.compute_capability or 'unknown'}"
     here = request.platform == "cuda" and _generation(request) >= OLDEST
     elsewhere = () if here else (f"runs on cuda of compute capability {OLDEST}.0 or more only, not on {device}",)
-    return elsewhere + kernel_refusals(dataclasses.replace(request, settings=None))
+    return elsewhere + (kernel_refusals(dataclasses.replace(request, settings=())) or _settings_refusals(request))
+
+
+def _settings_refusals(request: AttentionRequest) -> tuple[str, ...]:
+    """Why a call cannot have the launch settings that were given with it."""
+    given, shape, memory = _settings(request), _padded_shape(request), shared_memory(request.compute_capability)
+    reasons: dict[str, tuple[str, ...]] = {}
+    if given.forward is not None:
+        reasons["forward"] = _copying(request, given.forward).refusals(shape, memory)
+    if given.backward is not None and backward(request) == "ampere":
+        config = _copying(request, given.backward)
+        reasons["backward"] = config.refusals(shape, memory, deterministic=given.deterministic)
+    return tuple(f"the {name} settings given: {reason}" for name in reasons for reason in reasons[name])
 
 
 def backward(request: AttentionRequest) -> str:
@@ -45,17 +60,17 @@ def backward(request: AttentionRequest) -> str:
 
 def launch_config(request: AttentionRequest) -> Mapping[str, int]:
     """Launch settings of forward and backward, for the plan."""
-    settings = {name: int(value) for name, value in dataclasses.asdict(_forward_config(request)).items()}
+    settings = {name: int(value) for name, value in dataclasses.asdict(_forward_config(request)[0]).items()}
     if backward(request) == "ampere":
-        others = dataclasses.asdict(_backward_config(request))
+        others = dataclasses.asdict(_backward_config(request)[0]) | {"deterministic": _settings(request).deterministic}
         settings |= {f"backward_{name}": int(value) for name, value in others.items()}
     return settings
 
 
 def sources(request: AttentionRequest) -> Mapping[str, str]:
-    """Where the launch settings of each direction come from, for the plan."""
-    directions = ("forward", "backward") if backward(request) == "ampere" else ("forward",)
-    return dict.fromkeys(directions, "heuristic")
+    """Where the launch settings of each direction come from, for the plan: "given", "tuned" or "heuristic"."""
+    both = {"forward": _forward_config(request)[1], "backward": _backward_config(request)[1]}
+    return both if backward(request) == "ampere" else {"forward": both["forward"]}
 
 
 def copies(request: AttentionRequest) -> Mapping[str, int]:
@@ -102,10 +117,10 @@ def _program(kernels: Kernels, request: AttentionRequest, mask: AttentionMask) -
         request.scale,
         request.logits_soft_cap,
         request.statistics,
-        _forward_config(request),
-        _backward_config(request) if native else None,
+        _forward_config(request)[0],
+        _backward_config(request)[0] if native else None,
         _padded_shape(request)[-2:],
-        False,
+        _settings(request).deterministic,
     )
 
 
@@ -127,12 +142,35 @@ def _padded_heads(H: int, Hv: int) -> tuple[int, int]:
     return round_up(H, HEAD_MULTIPLE), round_up(Hv, HEAD_MULTIPLE)
 
 
-def _forward_config(request: AttentionRequest) -> ForwardConfig:
-    """Settings of the forward: those of the call as a whole, so that `vmap` changes no bit of its result."""
-    memory, bulk = shared_memory(request.compute_capability), _generation(request) >= COPY_ENGINE
-    return attention_forward_config.heuristic(_padded_shape(request), memory, bulk=bulk)
+def _settings(request: AttentionRequest) -> Ampere:
+    return settings_of(request.settings, Ampere)
 
 
-def _backward_config(request: AttentionRequest) -> BackwardConfig:
-    memory, bulk = shared_memory(request.compute_capability), _generation(request) >= COPY_ENGINE
-    return attention_backward_config.heuristic(_padded_shape(request), memory, bulk=bulk)
+def _forward_config(request: AttentionRequest) -> tuple[ForwardConfig, str]:
+    """Settings of the forward, and where they come from. Those of the call as a whole: `vmap` and devices that share it
+    out change no bit of its result."""
+    shape, memory = _padded_shape(request), shared_memory(request.compute_capability)
+    heuristic = functools.partial(attention_forward_config.heuristic, shape, memory, bulk=_bulk(request))
+    key = None if request.statistics else tuning.key_of(request, shape)
+    found, source = tuning.choose(FORWARD, request.device_kind, key, _settings(request).forward, heuristic)
+    return _copying(request, found), source
+
+
+def _backward_config(request: AttentionRequest) -> tuple[BackwardConfig, str]:
+    """As `_forward_config`, of the backward."""
+    shape, given = _padded_shape(request), _settings(request)
+    facts = {"bulk": _bulk(request), "deterministic": given.deterministic}
+    memory = shared_memory(request.compute_capability)
+    heuristic = functools.partial(attention_backward_config.heuristic, shape, memory, **facts)
+    key = tuning.key_of(request, shape, given.deterministic)
+    found, source = tuning.choose(BACKWARD, request.device_kind, key, given.backward, heuristic)
+    return _copying(request, found), source
+
+
+def _bulk(request: AttentionRequest) -> bool:
+    return _generation(request) >= COPY_ENGINE
+
+
+def _copying[Config: ForwardConfig | BackwardConfig](request: AttentionRequest, config: Config) -> Config:
+    """Settings with the way of copying that the device has."""
+    return dataclasses.replace(config, bulk=_bulk(request))

@@ -86,8 +86,9 @@ def dot_product_attention(
         concrete, a `checkify` check where they are traced, for which the caller needs `checkify.checkify`.
       implementation: "hopper", "ampere", "tpu", "cudnn", "blockwise" or "reference"; a sequence of them, of which the
         first that supports the call runs; None for the best one for the platform that the call is lowered for.
-        `Hopper(...)` stands for "hopper" with launch settings of the caller's own, or with gradients that are bit-equal
-        from run to run. "ampere" runs on every NVIDIA GPU from compute capability 8.0 on, and cuDNN comes before it.
+        `Hopper(...)` and `Ampere(...)` stand for "hopper" and "ampere" with launch settings of the caller's own, or
+        with gradients that are bit-equal from run to run. "ampere" runs on every NVIDIA GPU from compute capability 8.0
+        on, and cuDNN comes before it.
       return_lse: whether to return the log-normaliser too.
 
     Returns:

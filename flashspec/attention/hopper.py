@@ -17,7 +17,7 @@ from flashspec.attention import tuning
 from flashspec.attention.gpu_kernels import Family, Kernels, Program, kernel_attention, kernel_stats
 from flashspec.attention.hopper_mask import may_hide
 from flashspec.attention.request import AttentionOperands, AttentionRequest
-from flashspec.attention.settings import Hopper
+from flashspec.attention.settings import Hopper, settings_of
 from flashspec.devices import device_facts, find_device_facts
 from flashspec.online_softmax import SoftmaxStats
 from pallas_kernels.gpu.hopper import attention_backward_config, attention_forward_config
@@ -98,13 +98,13 @@ def sources(request: AttentionRequest) -> Mapping[str, str]:
 
 
 def searches(request: AttentionRequest) -> Mapping[str, tuple[tuning.TuningKey, tuple[Any, ...]]]:
-    """For each kernel of a call, by what an entry would be found, and the settings worth timing, the heuristic's first."""
+    """For each kernel, by what an entry would be found, and the settings worth timing, the heuristic's first."""
     forward, wide, deterministic = _padded_shape(request), _backward_shape(request), _settings(request).deterministic
     configs = attention_forward_config.candidates(forward, request.statistics, _cores(request))
     return {
-        "attention_forward": (_tuning_key(request, forward), tuple(configs)),
+        "attention_forward": (tuning.key_of(request, forward), tuple(configs)),
         "attention_backward": (
-            _tuning_key(request, wide, deterministic),
+            tuning.key_of(request, wide, deterministic),
             attention_backward_config.candidates(wide, deterministic=deterministic),
         ),
     }
@@ -190,7 +190,7 @@ def _backward_shape(request: AttentionRequest) -> BackwardShape:
 
 
 def _settings(request: AttentionRequest) -> Hopper:
-    return request.settings or Hopper()
+    return settings_of(request.settings, Hopper)
 
 
 def _forward_config(request: AttentionRequest) -> tuple[ForwardConfig, str]:
@@ -200,7 +200,7 @@ def _forward_config(request: AttentionRequest) -> tuple[ForwardConfig, str]:
     heuristic = functools.partial(
         attention_forward_config.heuristic, shape, request.statistics, programs=_cores(request)
     )
-    key = None if request.statistics else _tuning_key(request, shape)
+    key = None if request.statistics else tuning.key_of(request, shape)
     return tuning.choose("attention_forward", request.device_kind, key, given, heuristic)
 
 
@@ -213,20 +213,6 @@ def _cores(request: AttentionRequest) -> int:
 def _backward_config(request: AttentionRequest) -> tuple[BackwardConfig, str]:
     """As `_forward_config`, of the backward."""
     shape, given = _backward_shape(request), _settings(request)
-    key = _tuning_key(request, shape, given.deterministic)
+    key = tuning.key_of(request, shape, given.deterministic)
     heuristic = functools.partial(attention_backward_config.heuristic, shape)
     return tuning.choose("attention_backward", request.device_kind, key, given.backward, heuristic)
-
-
-def _tuning_key(request: AttentionRequest, shape: AttentionShape, deterministic: bool = False) -> tuning.TuningKey:
-    return tuning.TuningKey(
-        dtype=request.dtype.name,
-        heads=tuning.heads_of(shape.B * shape.N),
-        T=shape.T,
-        S=shape.S,
-        G=shape.G,
-        H=shape.H,
-        Hv=shape.Hv,
-        mask=tuning.mask_of(request.is_causal, request.window, "q_segment_ids" in request.options),
-        deterministic=deterministic,
-    )

@@ -15,6 +15,7 @@ from jax import Array
 from flashspec.attention import tuning
 from flashspec.attention.lifting import lift
 from flashspec.attention.request import AttentionRequest
+from flashspec.attention.settings import Hopper, settings_of
 from flashspec.attention.views import PagedView, View, WindowView
 from flashspec.devices import device_facts
 from pallas_kernels.gpu.hopper.attention_decode_config import (
@@ -94,7 +95,7 @@ def refusals(request: AttentionRequest, page: int | None) -> tuple[str, ...]:
     shape = DecodeShape(request.B, request.T, request.S, request.N, request.K, request.H, page)
     limits = kernel_refusals(shape, itemsize=request.dtype.itemsize, value_size=request.Hv)
     split = tuple(f"{axis} is split over devices" for axis in request.partitioned)
-    given = None if request.settings is None else request.settings.decode
+    given = settings_of(request.settings, Hopper).decode
     return elsewhere + split + (limits or config_refusals(shape, given or heuristic(shape, CORES)))
 
 
@@ -178,7 +179,7 @@ def launch_config(
       kind: of the view.
       num_splits: as in `decode_attention`.
     """
-    given = None if request.settings is None else request.settings.decode
+    given = settings_of(request.settings, Hopper).decode
     device = request.device_kind if num_splits is None else None
     key = tuning_key(shape, request.dtype.name, is_ring=kind is WindowView)
     return tuning.choose("attention_decode", device, key, given, lambda: heuristic(shape, CORES))

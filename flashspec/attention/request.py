@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from flashspec import checks
 from flashspec.attention.dropout import AXES, Dropout, make_dropout
-from flashspec.attention.settings import Hopper
+from flashspec.attention.settings import Settings
 from flashspec.checks import fail
 from flashspec.masks import Mask, Positions, Window, make_mask
 from flashspec.online_softmax import stats_dtype
@@ -46,7 +46,7 @@ class AttentionRequest:
       platform: "cpu", "cuda", "rocm" or "tpu".
       compute_capability: of a CUDA GPU, such as "9.0"; None elsewhere and where it is not known.
       device_kind: such as "NVIDIA H200", whose tuned settings and facts are used; None where it is not known.
-      settings: launch settings that the caller gave; None where there are none.
+      settings: launch settings that the caller gave, at most one of each kind.
       partitioned: operand axes that are split over devices and may not be.
       head_shards: into how many parts devices split the query heads, where that is visible.
       placement: of query and key, [B, T or S, heads, H], on a mesh of several devices; None for one device.
@@ -72,7 +72,7 @@ class AttentionRequest:
     platform: str = "cpu"
     compute_capability: str | None = None
     device_kind: str | None = None
-    settings: Hopper | None = None
+    settings: tuple[Settings, ...] = ()
     partitioned: tuple[str, ...] = ()
     head_shards: int = 1
     placement: Placement | None = None
@@ -130,7 +130,7 @@ def make_request(
     platform: str = "cpu",
     compute_capability: str | None = None,
     device_kind: str | None = None,
-    settings: Hopper | None = None,
+    settings: tuple[Settings, ...] = (),
     partitioned: tuple[str, ...] = (),
     placement: Placement | None = None,
 ) -> tuple[AttentionRequest, AttentionOperands]:

@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pallas_kernels
+from flashspec.attention.request import AttentionRequest
+from pallas_kernels.gpu.ampere.attention_backward_config import BackwardConfig as AmpereBackwardConfig
+from pallas_kernels.gpu.ampere.attention_forward_config import ForwardConfig as AmpereForwardConfig
 from pallas_kernels.gpu.hopper import attention_decode_config
 from pallas_kernels.gpu.hopper.attention_backward_config import BackwardConfig, BackwardShape, config_refusals
 from pallas_kernels.gpu.hopper.attention_decode_config import DecodeConfig, DecodeShape
 from pallas_kernels.gpu.hopper.attention_forward_config import AttentionShape, ForwardConfig
 
 FOLDER = Path(pallas_kernels.__file__).parent / "tuned"
+MOST_SHARED_MEMORY = 227 * 1024  # bytes that a thread block has on the GPU with the most
 GIVEN, TUNED, HEURISTIC = "given", "tuned", "heuristic"
 
 
@@ -30,7 +34,7 @@ class TuningKey:
     Args:
       dtype: of query, key and value.
       heads: B * N, rounded up to a power of two: how many tiles there are to share out.
-      T, S: queries and keys, as the kernel gets them (padded to multiples of 8).
+      T, S: queries and keys, as the kernel gets them (padded).
       G: query heads per key/value head.
       H, Hv: head sizes, as the kernel gets them.
       mask: "full", "causal", or "window (left, right)" with "inf" for no limit; then " segments" where there are ids.
@@ -86,6 +90,27 @@ def mask_of(is_causal: bool, window: tuple[int | None, int | None], segments: bo
     if left is None and right in (None, 0):
         kind = "full" if right is None else "causal"
     return kind + (" segments" if segments else "")
+
+
+def key_of(request: AttentionRequest, shape: AttentionShape, deterministic: bool = False) -> TuningKey:
+    """By what an entry of a call is found.
+
+    Args:
+      request: its static facts.
+      shape: its sizes, as the kernel gets them.
+      deterministic: whether the backward is.
+    """
+    return TuningKey(
+        dtype=request.dtype.name,
+        heads=heads_of(shape.B * shape.N),
+        T=shape.T,
+        S=shape.S,
+        G=shape.G,
+        H=shape.H,
+        Hv=shape.Hv,
+        mask=mask_of(request.is_causal, request.window, "q_segment_ids" in request.options),
+        deterministic=deterministic,
+    )
 
 
 def choose[Config](
@@ -225,4 +250,11 @@ KERNELS: Mapping[str, Kernel] = {
     "attention_forward": Kernel(ForwardConfig, lambda key, config: config.refusals(key.shape)),
     "attention_backward": Kernel(BackwardConfig, _backward_refusals),
     "attention_decode": Kernel(DecodeConfig, _decode_refusals),
+    "ampere_attention_forward": Kernel(
+        AmpereForwardConfig, lambda key, config: config.refusals(key.shape, MOST_SHARED_MEMORY)
+    ),
+    "ampere_attention_backward": Kernel(
+        AmpereBackwardConfig,
+        lambda key, config: config.refusals(key.shape, MOST_SHARED_MEMORY, deterministic=key.deterministic),
+    ),
 }

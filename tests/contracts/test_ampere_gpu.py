@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.experimental.mosaic.gpu import utils as mosaic
 
-from flashspec.attention import ampere, attention_stats, dot_product_attention, plan_attention
+from flashspec.attention import Ampere, ampere, attention_stats, dot_product_attention, plan_attention
 from flashspec.online_softmax import finalize, merge
 from tests.contracts.attention_oracle import assert_no_worse, oracle, run
 from tests.contracts.test_hopper_gpu import OPTIONS, SIZES, gpu_case
@@ -113,6 +113,22 @@ def test_vmap_equals_a_loop_and_runs_agree() -> None:
     both = jax.jit(jax.vmap(call))(stacked)
     for i in range(2):
         np.testing.assert_array_equal(np.asarray(both[i], float), np.asarray(call(stacked[i]), float))
+
+
+def test_deterministic_gradients_are_bit_equal_from_run_to_run() -> None:
+    case = gpu_case(7, (2, 1500, 1500, 4, 2, 128, 128), positions="causal")
+    runs = [run(case, Ampere(deterministic=True)).gradients for _ in range(5)]
+    assert_no_worse(run(case, Ampere(deterministic=True)), case)
+    for other in runs[1:]:
+        for name, gradient in other.items():
+            np.testing.assert_array_equal(np.asarray(gradient, float), np.asarray(runs[0][name], float))
+
+
+def test_the_default_gradients_are_not_bit_equal() -> None:
+    """The wrong variant of the test above: dQ is added in whatever order thread blocks come."""
+    case = gpu_case(7, (2, 1500, 1500, 4, 4, 128, 128))
+    runs = [np.asarray(run(case, "ampere").gradients["query"], float) for _ in range(8)]
+    assert any((other != runs[0]).any() for other in runs)
 
 
 def test_many_heads() -> None:
