@@ -310,23 +310,24 @@ def draw(job: Job, found: Mapping[int, Mapping[str, Found]]) -> None:
         for way in WAYS:
             axes.plot(batches, [1e3 * found[batch][way].s_per_token for batch in batches], "o-", label=way)
         axes.set_yscale("log")
-        _batches(axes, "ms a token")
+        _batches(axes, batches, "ms a token")
     with job.figure("tails", f"Request times at {job.args.load:.0%} of plain decoding's capacity") as axes:
         for way, style in zip(WAYS, ("-", "--"), strict=True):
             for number, share in enumerate(QUANTILES):
                 seconds = [found[batch][way].request_s[number] for batch in batches]
                 axes.plot(batches, seconds, f"C{number}o{style}", label=f"{way}, p{100 * share:.0f}")
         axes.set_yscale("log")
-        _batches(axes, "s from arrival to the last token")
+        _batches(axes, batches, "s from arrival to the last token")
     with job.figure("busy", "Share of the time in which the device works, the same arrivals") as axes:
         for way in WAYS:
             axes.plot(batches, [found[batch][way].busy for batch in batches], "o-", label=way)
         axes.set_ylim(0, 1.05)
-        _batches(axes, "busy share")
+        _batches(axes, batches, "busy share")
 
 
-def _batches(axes: Any, what: str) -> None:
+def _batches(axes: Any, batches: Sequence[int], what: str) -> None:
     axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [str(batch) for batch in batches])
     axes.set_xlabel("slots")
     axes.set_ylabel(what)
     axes.legend()

@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from flashspec import checks
-from flashspec.attention import backends, decode, hopper_decode
+from flashspec.attention import backends, decode, hopper_decode, tpu_decode
 from flashspec.attention.plan import AttentionPlan, Pass, copied_operands, roofline_s
 from flashspec.attention.request import AttentionRequest, partitioned_axes
 from flashspec.attention.settings import AttentionImplementation, split
@@ -24,7 +24,6 @@ from flashspec.masks import Window
 from flashspec.selection import resolve_device
 from pallas_kernels.gpu.hopper.attention_decode_config import DecodeShape
 from pallas_kernels.launch import cdiv
-from pallas_kernels.tpu.attention_decode_config import heuristic as tpu_heuristic
 
 type Shaped = ArrayLike | jax.ShapeDtypeStruct
 
@@ -122,18 +121,11 @@ def _config(name: str, request: AttentionRequest, view: View, num_splits: int | 
         part = None if num_splits is None else cdiv(cdiv(request.S, config.block_keys), num_splits) * config.block_keys
         return {**settings, **({} if part is None else _parts(request.S, part))}, source
     if name == "tpu":
-        return _tpu_config(request, page, num_splits), ""
+        blocks = dataclasses.asdict(tpu_decode._config(request, page, num_splits, request.K))
+        return {key: int(value) for key, value in blocks.items()}, ""
     if name == "reference":
         return {}, ""
     return _parts(request.S, cdiv(request.S, num_splits or max(cdiv(request.S, decode.PART), 1))), ""
-
-
-def _tpu_config(request: AttentionRequest, page: int | None, num_splits: int | None) -> Mapping[str, int]:
-    """What `flashspec.attention.tpu_decode` launches on one device."""
-    facts = find_device_facts(request.device_kind or "")
-    sizes = request.S, request.K, request.G * request.T, request.H, request.Hv, request.dtype.itemsize
-    config = tpu_heuristic(*sizes, page=page or 1, splits=num_splits or (facts and facts.cores) or 1)
-    return {key: int(value) for key, value in dataclasses.asdict(config).items()}
 
 
 def _parts(total: int, part: int) -> Mapping[str, int]:
