@@ -88,9 +88,11 @@ def attention_backward(
         key_blocks = WideKeyBlocks if shape.wide else KeyBlocks
         dk, dv = _launch(key_blocks(scores, config), operands, key, value)
         return dq, dk, dv
-    total = jax.new_ref(jnp.zeros(query.shape, jnp.float32))
+    total = jax.new_ref(jnp.zeros(KeyBlocks.dq_tiles(shape), jnp.float32))
     dk, dv = _launch(KeyBlocks(scores, config, total), operands, key, value)
-    return (jax.freeze(total) * scale).astype(query.dtype), dk, dv
+    tiles = (jax.freeze(total) * scale).astype(query.dtype)
+    rows = jnp.transpose(tiles, (0, 2, 4, 1, 3, 5)).reshape(shape.B, -1, shape.N, shape.H)
+    return rows[:, : shape.T], dk, dv
 
 
 def _launch(kernel: KeyBlocks | QueryBlocks, operands: Operands, *like: Array) -> tuple[Array, ...]:

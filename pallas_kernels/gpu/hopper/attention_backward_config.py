@@ -4,10 +4,13 @@ import dataclasses
 from typing import Any
 
 from pallas_kernels.gpu.hopper.attention_forward_config import RESERVED, SHARED_MEMORY, TILE, AttentionShape
+from pallas_kernels.launch import cdiv
 
 HEAD_SIZES = ((64, 64), (128, 64), (128, 128))  # (H, Hv)
 WIDE_HEAD_SIZES = ((256, 256),)  # always in two kernels, which have not run on a GPU yet
 LENGTH_MULTIPLE = 8  # shared memory is swizzled in groups of eight rows
+L2_SHARE = 24 * 2**20  # bytes
+PROGRAMS = 128  # about as many as there are multiprocessors
 BLOCK_Q = 128  # queries of a thread block that sums dQ alone
 
 
@@ -34,7 +37,7 @@ class BackwardConfig:
       stages: blocks of queries that are in shared memory at once.
       block_kv: keys that meet a block of queries at once, where dQ has a kernel of its own; 64 or 128.
       kv_stages: blocks of keys that are in shared memory at once there.
-      section: heads, over the batch, that are worked on together.
+      section: key/value heads, over the batch, that are worked on together, with all queries of each.
       compute_registers, copy_registers: of a thread that computes, and of one that copies.
     """
 
@@ -105,12 +108,24 @@ def config_refusals(shape: BackwardShape, config: BackwardConfig, *, determinist
 
 
 def heuristic(shape: BackwardShape) -> BackwardConfig:
-    """Settings for a call: the largest blocks that fit the registers; sections of heads of about half the L2 cache."""
-    bytes_per_head = max(1, shape.T * (4 * shape.H + 2 * (shape.H + shape.Hv)) * shape.G)
-    section = max(1, min(64, 24 * 2**20 // bytes_per_head))
+    """Settings for a call: the largest blocks that fit the registers, and sections of heads by `_section`."""
+    section = _section(shape)
     if shape.wide:
         return BackwardConfig(block_kv=64, kv_stages=1, section=section)
     return BackwardConfig(block_q=128 if shape.H + shape.Hv <= 128 else 64, section=section)
+
+
+def _section(shape: BackwardShape) -> int:
+    """Heads of a section: about half the L2 cache, and no fewer than give every multiprocessor a block of keys.
+
+    The last section decides how evenly the work ends: all of its blocks of keys are put in order of their length, so
+    that a section should be a whole one, and not a few long blocks. It divides the number of heads where it can.
+    """
+    bytes_per_head = max(1, shape.T * (4 * shape.H + 2 * (shape.H + shape.Hv)) * shape.G)
+    blocks, heads = max(1, cdiv(shape.S, shape.block_kv)), max(1, shape.B * shape.K)
+    limit = min(heads, 64, max(L2_SHARE // bytes_per_head, cdiv(PROGRAMS, blocks)))
+    divisor = max(n for n in range(1, limit + 1) if heads % n == 0)
+    return divisor if 2 * divisor > limit else limit
 
 
 def candidates(shape: BackwardShape, *, deterministic: bool) -> tuple[BackwardConfig, ...]:

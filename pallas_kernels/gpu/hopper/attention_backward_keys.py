@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu.hopper.attention_backward_config import BackwardConfig
+from pallas_kernels.gpu.hopper.attention_backward_config import BLOCK_Q, BackwardConfig, BackwardShape
 from pallas_kernels.gpu.hopper.attention_backward_tile import (
     Operands,
     Scores,
@@ -28,7 +28,7 @@ from pallas_kernels.gpu.hopper.attention_backward_tile import (
     within,
 )
 from pallas_kernels.gpu.hopper.attention_tile import COLUMN, ROW, TILE, place, tiled
-from pallas_kernels.launch import cdiv
+from pallas_kernels.launch import cdiv, round_up
 
 WARPGROUPS = 2
 EXCHANGES = 2  # buffers of dS: one is read while the next is written
@@ -56,7 +56,7 @@ class KeyBlocks:
     Args:
       scores: what is static about the call.
       config: the launch settings.
-      dq: a reference to float32 [B, T, N, H], to which dQ / scale is added; None to leave dQ out.
+      dq: a reference to float32 in tiles (`dq_tiles`), to which dQ / scale is added; None to leave dQ out.
     """
 
     def __init__(self, scores: Scores, config: BackwardConfig, dq: Any = None) -> None:
@@ -92,6 +92,11 @@ class KeyBlocks:
             buffers["exchanged"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
         return buffers
 
+    @staticmethod
+    def dq_tiles(shape: BackwardShape) -> tuple[int, ...]:
+        """Shape of dQ in tiles, [B, N, queries / 64, H / 64, 64, 64] in whole blocks: a share is contiguous."""
+        return (shape.B, shape.N, round_up(shape.T, BLOCK_Q) // TILE, shape.H // TILE, TILE, TILE)
+
     @property
     def dq_share(self) -> tuple[int, int]:
         """Shape of a warpgroup's share of a block of dQ."""
@@ -110,7 +115,7 @@ class KeyBlocks:
 
     def _block(self, index: Any) -> Block:
         s, mask, size = self.shape, self.scores.mask, self.config.block_q
-        head, block = place(index, s.B * s.K, self.kv_blocks, max(1, self.config.section // s.G))
+        head, block = place(index, s.B * s.K, self.kv_blocks, self.config.section)
         batch, k_start = lax.div(head, s.K), block * self.block_kv
         row = mask.row(self.gmem.bounds, batch)
         seen, full = mask.visible_queries(row, k_start, self.block_kv), mask.full_queries(row, k_start, self.block_kv)
@@ -189,7 +194,6 @@ class KeyBlocks:
             exchange = lax.rem(i, EXCHANGES)
             self.chip.ds_smem.at[exchange][mine] = ds
             plgpu.commit_smem()
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dq_smem is free before the warpgroups meet.
             self._meet()
 
         def products(dq: Any) -> None:
@@ -245,13 +249,12 @@ class KeyBlocks:
         return hide(p, span, q_start, row_ids, column_ids)
 
     def _add(self, block: Block, w: int, head: Any, q_start: Any, dq: Any) -> None:
-        """Add a warpgroup's share of a block of dQ to device memory; what lies past T is cut off by the copy."""
+        """Add a warpgroup's share of a block of dQ, one tile, to device memory."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The tile before it has been read.
         self.chip.dq_smem.at[w][...] = dq
         plgpu.commit_smem()
-        if self.by_rows:
-            target = self.dq.at[block.batch, pl.ds(q_start + w * TILE, TILE), head]
-        else:
-            target = self.dq.at[block.batch, pl.ds(q_start, self.config.block_q), head, self._columns(w)]
+        rows, columns = (w, 0) if self.by_rows else (0, w)
+        target = self.dq.at[block.batch, head, lax.div(q_start, TILE) + rows, columns]
         plgpu.copy_smem_to_gmem(self.chip.dq_smem.at[w], target, reduction_op="add")
 
     def _columns(self, w: int) -> Any:

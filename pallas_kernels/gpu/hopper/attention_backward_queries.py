@@ -83,7 +83,7 @@ class QueryBlocks:
 
     def _block(self, index: Any) -> Block:
         s, mask = self.shape, self.scores.mask
-        head, block = place(index, s.B * s.N, self.q_blocks, self.config.section)
+        head, block = place(index, s.B * s.N, self.q_blocks, self.config.section * s.G)
         block = self.q_blocks - 1 - block  # Under a causal mask the last queries see the most keys.
         batch, q_start = lax.div(head, s.N), block * BLOCK_Q
         row = mask.row(self.gmem.bounds, batch)

@@ -185,6 +185,10 @@ WRONG = {
         CASES["causal, grouped, T != S"],
         keys_mutant(("* self.shape.G + member", "* self.shape.G")),
     ),
+    "tile of dQ of the other warpgroup": (
+        CASES["causal, grouped, T != S"],
+        keys_mutant(("lax.div(q_start, TILE) + rows", "lax.div(q_start, TILE)")),
+    ),
     "full block one too long": (
         CASES["H = 128"],
         keys_mutant(

@@ -1,6 +1,7 @@
 """Launch settings of the Hopper backward: what is refused, and that heuristic and candidates are legal."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -61,6 +62,38 @@ def test_heuristic_and_candidates_are_legal(sizes, T, deterministic):
     assert configs[0] == heuristic(call)
     assert len(set(configs)) == len(configs) > 1
     assert not any(config_refusals(call, config, deterministic=deterministic) for config in configs)
+
+
+# (B, T, N, K, H) and the heads of a section. At H = 128 and T = 4096, 6 heads of 4 MiB are within 24 MiB, and 4 of them
+# divide 64; in groups of four it is one head of 16 MiB, but 32 blocks of keys a head take 4 heads for 128 programs.
+SECTIONS = {
+    (4, 4096, 16, 16, 128): 4,
+    (4, 4096, 32, 8, 128): 4,
+    (1, 4096, 13, 13, 128): 6,
+    (1, 16384, 16, 16, 128): 1,
+    (4, 1024, 16, 16, 128): 16,
+    (1, 64, 2, 1, 64): 1,
+}
+
+
+def wrong_sections(module: Any) -> list[tuple[int, ...]]:
+    """Calls whose heuristic has another section."""
+    found = {
+        (B, T, N, K, H): module.heuristic(BackwardShape(B, T, T, N, K, H, H)).section for B, T, N, K, H in SECTIONS
+    }
+    return [call for call, section in SECTIONS.items() if found[call] != section]
+
+
+def test_a_section_divides_the_heads_and_fills_the_device():
+    assert not wrong_sections(attention_backward_config)
+
+
+def test_wrong_sections_are_noticed():
+    """A section by the cache alone ends with a few long blocks, and one that divides nothing with a short section."""
+    cache_alone = mutant(attention_backward_config, (", cdiv(PROGRAMS, blocks))", ", 1)"))
+    any_number = mutant(attention_backward_config, ("divisor if 2 * divisor > limit else limit", "limit"))
+    assert wrong_sections(cache_alone)
+    assert wrong_sections(any_number)
 
 
 def test_shared_memory_is_counted():
