@@ -22,7 +22,7 @@ class QueryBlocks(QueryTiles):
     threads = 1
 
     def __init__(self, facts: Scores, config: BackwardConfig) -> None:
-        super().__init__(facts.shape, facts.mask, config)
+        super().__init__(facts.shape, facts.mask, config, stages=2)  # keys are read again after their values
         self.facts = facts
 
     def scratch(self, dtype: Any) -> list[Any]:

@@ -121,7 +121,7 @@ class _Forward(QueryTiles):
         statistics: bool,
         config: ForwardConfig,
     ) -> None:
-        super().__init__(shape, mask, config)
+        super().__init__(shape, mask, config, config.stages)
         self.scale, self.soft_cap, self.statistics = scale, soft_cap, statistics
 
     def scratch(self, dtype: Any) -> list[Any]:

@@ -57,14 +57,16 @@ class QueryTiles:
     Args:
       shape: of the launch.
       mask: its structure.
-      config: has tile_q, block_kv, stages, section and bulk.
+      config: has tile_q, block_kv, section and bulk.
+      stages: 1 or 2 blocks of keys, and of values, in shared memory; with 1, a block's keys are gone once its values
+        are there.
     """
 
     gmem: Any  # references to the operands, with k, v, bounds, q_ids, kv_ids and ranges
     ring: Ring
 
-    def __init__(self, shape: AttentionShape, mask: AttentionMask, config: Any) -> None:
-        self.shape, self.mask, self.config = shape, mask, config
+    def __init__(self, shape: AttentionShape, mask: AttentionMask, config: Any, stages: int) -> None:
+        self.shape, self.mask, self.config, self.stages = shape, mask, config, stages
         self.copies = Copies(config.bulk)
         self.q_tiles, self.kv_blocks = shape.T // config.tile_q, shape.S // config.block_kv
         self.programs = shape.B * shape.N * self.q_tiles
@@ -74,8 +76,10 @@ class QueryTiles:
     def ring_scratch(self, dtype: Any) -> Ring:
         """Shared memory and barriers of the blocks."""
         c, s = self.config, self.shape
-        barriers = [plgpu.Barrier(num_barriers=c.stages)] * 2 if c.bulk else []
-        return Ring(tiled((c.stages, c.block_kv, s.H), dtype), tiled((c.stages, c.block_kv, s.Hv), dtype), *barriers)
+        barriers = [plgpu.Barrier(num_barriers=self.stages)] * 2 if c.bulk else []
+        return Ring(
+            tiled((self.stages, c.block_kv, s.H), dtype), tiled((self.stages, c.block_kv, s.Hv), dtype), *barriers
+        )
 
     def tile(self, index: Any) -> Tile:
         """The tile of a thread block: the last queries first, since under a causal mask they see the most keys."""
@@ -99,7 +103,7 @@ class QueryTiles:
     def start(self, tile: Tile) -> None:
         """Start the copies of the first block."""
         self._copy(tile, jnp.int32(0), "k")
-        if self.config.stages == 2:
+        if self.stages == 2:
             self._copy(tile, jnp.int32(0), "v")
 
     def fold(self, tile: Tile, visit: Callable[..., Any], carry: Any) -> Any:
@@ -110,20 +114,20 @@ class QueryTiles:
         c, count = self.config, tile.end - tile.begin
 
         def step(t: Any, carry: Any, masked: bool) -> Any:
-            slot, following = lax.rem(t, c.stages), t + 1
+            slot, following = lax.rem(t, self.stages), t + 1
             self._wait(slot, "k")
-            if c.stages == 2 and not c.bulk:
+            if self.stages == 2 and not c.bulk:
                 self._wait(slot, "v")
             sync()  # all warps see this block, and are done with the one before it
-            if c.stages == 1:
+            if self.stages == 1:
                 self._copy(tile, t, "v")
             else:
                 pl.when(following < count)(functools.partial(self._copy, tile, following, "k", "v"))
 
             def values() -> Any:
-                if c.stages == 1 or c.bulk:
+                if self.stages == 1 or c.bulk:
                     self._wait(slot, "v")
-                if c.stages == 1:
+                if self.stages == 1:
                     sync()
                     pl.when(following < count)(functools.partial(self._copy, tile, following, "k"))
                 return self.ring.v.at[slot]
@@ -139,7 +143,7 @@ class QueryTiles:
     def _copy(self, tile: Tile, t: Any, *names: str) -> None:
         """Start the copies of the t-th block of keys, of values, or of both."""
         s, c = self.shape, self.config
-        slot, rows = lax.rem(t, c.stages), pl.ds(tile.block(t) * c.block_kv, c.block_kv)
+        slot, rows = lax.rem(t, self.stages), pl.ds(tile.block(t) * c.block_kv, c.block_kv)
         for name in names:
             size = s.H if name == "k" else s.Hv
             source = getattr(self.gmem, name).at[tile.batch, rows, pl.ds(lax.div(tile.head, s.G) * size, size)]
