@@ -142,10 +142,10 @@ def shards(operand: Any, axis: int) -> int:
     if not isinstance(sharding, NamedSharding):
         return operand.shape[axis] // max(1, sharding.shard_shape(operand.shape)[axis])
     entry = sharding.spec[axis] if axis < len(sharding.spec) else None
-    return math.prod(sharding.mesh.shape[name] for name in _names(entry))
+    return math.prod(sharding.mesh.shape[name] for name in axis_names(entry))
 
 
-def _names(entry: Any) -> tuple[str, ...]:
+def axis_names(entry: Any) -> tuple[str, ...]:
     """The mesh axes that an entry of a spec names."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
@@ -165,7 +165,7 @@ class Placement(NamedTuple):
     def parts(self, axis: int) -> int:
         """Into how many parts an axis is split, as far as that is visible."""
         entry = None if self.spec is None or self.mesh is None else self.spec[axis]
-        return math.prod(self.mesh.shape[name] for name in _names(entry)) if self.mesh else 1
+        return math.prod(self.mesh.shape[name] for name in axis_names(entry)) if self.mesh else 1
 
 
 def placement(operand: Any) -> Placement | None:

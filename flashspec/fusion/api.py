@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 from flashspec.fusion import backends
 from flashspec.fusion.plan import EpiloguePlan, make_plan
 from flashspec.fusion.request import Activation, EpilogueOperands, EpilogueRequest, make_request, partitioned_axes
-from flashspec.selection import Implementation, Target, resolve_device
+from flashspec.selection import Implementation, Target, placement, resolve_device
 
 type Shaped = ArrayLike | jax.ShapeDtypeStruct
 
@@ -27,7 +27,8 @@ def matmul_epilogue(
 
         y = phi(x W + b),  or with a gate  y = phi(x W_g + b_g) * (x W + b);  plus the residual       (section 33.4)
 
-    Sums and tail are computed in float32 (float64 for float64) and rounded once, at the end. Differentiable. The result
+    Sums and tail are computed in float32 (float64 for float64) and rounded once, at the end; "hopper" computes GELU and
+    SiLU of z to within 2^-12 |z|, which rounding z to float16 would cost as well. Differentiable. The result
     is that of whole arrays, however they are split over devices: a split contraction is summed before bias, activation
     and residual, which are added once. Inside of `jax.shard_map` the arrays are one device's: sum the product yourself.
 
@@ -41,7 +42,8 @@ def matmul_epilogue(
       gate: W_g [C, F], or a pair of it and b_g [F]; phi then acts on the gate alone.
       residual: [..., F], any of these dtypes; added after all else.
       implementation: "hopper", "tpu", "xla" or "reference"; a sequence of them, of which the first that supports the
-        call runs; None for the best one for the platform that the call is lowered for.
+        call runs; None for the best one for the platform that the call is lowered for: by measurement, so a kernel
+        that can run the call may be passed over.
 
     Returns:
       y [..., F] in the dtype of x.
@@ -116,4 +118,5 @@ def _facts(arrays: dict[str, Any], target: Target) -> dict[str, Any]:
         "compute_capability": target.compute_capability,
         "device_kind": target.kind,
         "partitioned": partitioned_axes(**arrays),
+        "placements": (placement(arrays["x"]), placement(arrays["w"])),
     }

@@ -12,7 +12,7 @@ import numpy as np
 
 from flashspec import checks
 from flashspec.checks import fail
-from flashspec.selection import split_axes
+from flashspec.selection import Placement, split_axes
 
 type Activation = str | Callable[[jax.Array], jax.Array] | None
 
@@ -51,6 +51,7 @@ class EpilogueRequest:
       compute_capability: of a CUDA GPU, such as "9.0"; None elsewhere and where it is not known.
       device_kind: such as "NVIDIA H200", whose facts are used; None where it is not known.
       partitioned: operand axes that are split over devices, such as "x axis 1".
+      placements: of x and w on a mesh of several devices; None for one device.
       wide_options: whether a bias or the residual is of 64 bits.
     """
 
@@ -64,6 +65,7 @@ class EpilogueRequest:
     compute_capability: str | None = None
     device_kind: str | None = None
     partitioned: tuple[str, ...] = ()
+    placements: tuple[Placement | None, Placement | None] = (None, None)
     wide_options: bool = False
 
     @property
@@ -108,6 +110,7 @@ def make_request(
     compute_capability: str | None = None,
     device_kind: str | None = None,
     partitioned: tuple[str, ...] = (),
+    placements: tuple[Placement | None, Placement | None] = (None, None),
 ) -> tuple[EpilogueRequest, EpilogueOperands]:
     """Check the arguments of `matmul_epilogue` and bring them into the form that backends take.
 
@@ -138,6 +141,7 @@ def make_request(
         compute_capability=compute_capability,
         device_kind=device_kind,
         partitioned=partitioned,
+        placements=placements,
         wide_options=any(array is not None and array.dtype.itemsize > 4 for array in arrays.values()),
     )
     return request, EpilogueOperands(**arrays)

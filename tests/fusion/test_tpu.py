@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from flashspec.fusion import matmul_epilogue, tpu
 from flashspec.fusion.backends import BACKENDS
@@ -43,6 +45,37 @@ def test_values_and_gradients(activation: str | None, interpreted: None) -> None
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=1e-4)
     other = jax.value_and_grad(functools.partial(loss, "reference"))(operands() | {"bias": jnp.zeros(40)})
     assert not np.allclose(np.asarray(other[0]), np.asarray(got[0]), rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_rows_and_outputs_split_over_devices(kind: AxisType, interpreted: None) -> None:
+    """Over explicit axes; or in an eager call, which shows its split."""
+    mesh = jax.make_mesh((2, 4), ("rows", "outputs"), axis_types=(kind,) * 2)
+    specs = {"x": P("rows"), "w": P(None, "outputs"), "bias": P("outputs"), "residual": P("rows", None, "outputs")}
+    specs["gate"] = P(None, "outputs"), P("outputs")
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    given = operands()
+    placed = {name: jax.tree.map(place, given[name], spec) for name, spec in specs.items()}
+
+    def call(implementation: str, given: dict[str, Any]) -> jax.Array:
+        return matmul_epilogue(**given, activation="silu", implementation=implementation)
+
+    want = call("reference", given)
+    got = call("tpu", placed)
+    np.testing.assert_allclose(np.asarray(got), want, rtol=1e-4, atol=1e-4)
+    assert len({shard.index for shard in got.addressable_shards}) == 8
+    if kind == AxisType.Explicit:
+        program = jax.jit(functools.partial(call, "tpu")).lower(placed).compile()
+        assert "all-gather" not in program.as_text()
+        gradient = jax.jit(jax.grad(lambda given: jnp.sum(jnp.sin(call("tpu", given)))))(placed)
+        other = jax.grad(lambda given: jnp.sum(jnp.sin(call("reference", given))))(given)
+        np.testing.assert_allclose(np.asarray(gradient["w"]), other["w"], rtol=1e-4, atol=1e-4)
+    else:
+        with pytest.raises(NotImplementedError, match=r"tracing does not show.*jax\.shard_map"):
+            jax.jit(functools.partial(call, "tpu"))(placed)
+    placed["x"], placed["w"] = place(given["x"], P(None, None, "outputs")), place(given["w"], P("outputs"))
+    with pytest.raises(NotImplementedError, match="devices split what is summed over"):
+        call("tpu", placed)
 
 
 def test_what_is_refused() -> None:
