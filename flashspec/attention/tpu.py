@@ -24,7 +24,7 @@ from flashspec.online_softmax import SoftmaxStats, empty_stats
 from flashspec.selection import Placement
 from pallas_kernels.launch import cdiv, round_up, varying_alike
 from pallas_kernels.tpu import attention_backward_config, attention_forward_config
-from pallas_kernels.tpu.attention_config import HIGHEST, LOWEST, AttentionCall, AttentionStructure
+from pallas_kernels.tpu.attention_config import HIGHEST, LOWEST, MAX_BLOCKS, AttentionCall, AttentionStructure
 
 LARGEST_HEAD = 512
 # Generations with matrix units of 256 x 256 (Google Cloud TPU documentation, the version's page); before, 128 x 128.
@@ -72,8 +72,9 @@ def refusals(request: AttentionRequest) -> tuple[str, ...]:
 def kernel_refusals(request: AttentionRequest) -> tuple[str, ...]:
     """`refusals` but for the platform: what the kernels cannot do wherever they run."""
     gradient = attention_backward_config.query_gradient_bytes(request.T, _padded_head(request.H))
-    forward = _forward_config(request)
-    steps = cdiv(request.T, forward.block_q) * cdiv(request.S, forward.block_kv)
+    configs = _forward_config(request), _backward_config(request)
+    blocks = [(cdiv(request.T, config.block_q), cdiv(request.S, config.block_kv)) for config in configs]
+    steps = max(queries * keys for queries, keys in blocks)
     rules = (
         (request.dtype not in (jnp.bfloat16, np.float32), f"computes in bfloat16 or float32, not in {request.dtype}"),
         (max(request.H, request.Hv) > LARGEST_HEAD, f"takes head sizes up to {LARGEST_HEAD}"),
@@ -90,6 +91,7 @@ def kernel_refusals(request: AttentionRequest) -> tuple[str, ...]:
             steps * (request.B if _has_data(request) else 1) > LARGEST_SCHEDULE,
             f"lists at most {LARGEST_SCHEDULE} blocks of scores",
         ),
+        (max(map(max, blocks)) > MAX_BLOCKS, f"lists at most {MAX_BLOCKS} blocks of queries or keys"),
     )
     return unseen_splits(request) + tuple(reason for refused, reason in rules if refused)
 
@@ -268,7 +270,8 @@ def _sum_to(x: Array, shape: tuple[int, ...]) -> Array:
 
 def _forward_config(request: AttentionRequest) -> attention_forward_config.AttentionForwardConfig:
     sizes = request.T, request.S, _padded_head(request.H), _padded_head(request.Hv), request.dtype.itemsize
-    return attention_forward_config.heuristic(*sizes, bias_bytes=_pair_bytes(request), matrix_unit=_matrix_unit(request))
+    facts = {"bias_bytes": _pair_bytes(request), "matrix_unit": _matrix_unit(request)}
+    return attention_forward_config.heuristic(*sizes, **facts)
 
 
 def _matrix_unit(request: AttentionRequest) -> int:

@@ -11,6 +11,8 @@ from pallas_kernels.launch import round_up
 LANES = 128
 LOG2_E = math.log2(math.e)
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
+# Blocks along a side of the score matrix that the word of a step can name.
+MAX_BLOCKS = 2**12
 # What one program may use of VMEM: half of the smallest there is (TPU v5p and TPU7x have 64 MiB a core).
 VMEM_BUDGET = 32 * 2**20
 

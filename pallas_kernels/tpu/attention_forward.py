@@ -3,7 +3,7 @@
 Each step of the grid folds one block of keys into the statistics (m, l, u) of one block of queries (eq. 33.3 to 33.5),
 which stay in VMEM until the last block. Scores are kept in units of log 2. The products run on the matrix unit in the
 dtype of the inputs and accumulate in float32; chunks of a block are software-pipelined, the scores of the next one
-being issued before the softmax of the last.
+being issued before the softmax of the last. The sum l is kept in 128 parts, one a lane, which are added up at the end.
 """
 
 import functools
@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -22,7 +22,6 @@ from pallas_kernels.tpu.attention_forward_config import AttentionForwardConfig
 from pallas_kernels.tpu.attention_launch import (
     KEY,
     QUERY,
-    VECTOR,
     Grid,
     Operand,
     launch,
@@ -72,7 +71,8 @@ def attention_forward(
     blocks = config.block_q, config.block_kv
     words = attention_schedule.steps_by_query(call, structure, (T, S), blocks)
     padded = round_up(T, config.block_q)
-    row = Operand(jax.ShapeDtypeStruct((B, N, 1, padded), jnp.float32), VECTOR)
+    # The rows of a head are written back together: one window less to look after in every step.
+    row = Operand(jax.ShapeDtypeStruct((B, N, 1, padded), jnp.float32), ("batch", "head", None, None))
     wide = jax.ShapeDtypeStruct((B, N, padded, Hv), jnp.float32 if call.statistics else query.dtype)
     results = launch(
         functools.partial(_kernel, call, config, structure.hides_keys, S),
@@ -108,7 +108,8 @@ def _kernel(call: AttentionCall, config: AttentionForwardConfig, hides_keys: boo
             m = refs["sinks"][head] * LOG2_E
             l = jnp.where(m == -jnp.inf, 0.0, 1.0)
         refs["m"][...] = jnp.full(refs["m"].shape, m, jnp.float32)
-        refs["sum"][...] = jnp.full(refs["sum"].shape, l, jnp.float32)
+        lane = lax.broadcasted_iota(jnp.int32, refs["sum"].shape, 1)
+        refs["sum"][...] = jnp.where(lane == 0, l, 0.0)
         refs["u"][...] = jnp.zeros(refs["u"].shape, jnp.float32)
 
     def tile(q: int, k: int) -> Tile:
@@ -142,12 +143,14 @@ def _kernel(call: AttentionCall, config: AttentionForwardConfig, hides_keys: boo
 
     @pl.when(step.last)
     def finish() -> None:
-        m, l, u = refs["m"][...], refs["sum"][...], refs["u"][...]
+        m, u = refs["m"][...], refs["u"][...]
+        l = jnp.broadcast_to(jnp.sum(refs["sum"][...], axis=1, keepdims=True), m.shape)
+        rows = pl.ds(pl.multiple_of(step.outer * config.block_q, config.block_q), config.block_q)
         if call.statistics:
-            refs["lse"][0, 0], refs["l"][0, 0] = (m / LOG2_E).T[:1], l.T[:1]
+            refs["lse"][0, 0, :, rows], refs["l"][0, 0, :, rows] = (m / LOG2_E).T[:1], l.T[:1]
         else:
             u = jnp.where(lanes(l, u.shape[1]) == 0, 0.0, u / lanes(jnp.where(l == 0, 1.0, l), u.shape[1]))
-            refs["lse"][0, 0] = ((m + jnp.log2(l)) / LOG2_E).T[:1]
+            refs["lse"][0, 0, :, rows] = ((m + jnp.log2(l)) / LOG2_E).T[:1]
         refs["output"][0, 0] = u.astype(refs["output"].dtype)
 
 
@@ -180,7 +183,8 @@ def _fold(
     weights = jnp.exp2(scores - lanes(shift, tile.k_size))
     decay = jnp.exp2(before - shift)
     refs["m"][rows] = m
-    refs["sum"][rows] = decay * refs["sum"][rows] + jnp.sum(weights, axis=1, keepdims=True)
+    parts = [weights[:, i : i + LANES] for i in range(0, tile.k_size, LANES)]
+    refs["sum"][rows] = decay * refs["sum"][rows] + functools.reduce(jnp.add, parts)
     if call.dropout_rate:
         weights = jnp.where(kept_pairs(call, refs, tile, batch, head), weights * call.kept_scale, 0.0)
     u = refs["u"][rows]

@@ -79,7 +79,8 @@ class Grid(NamedTuple):
             word = words[b if words.shape[0] > 1 else 0, t]
             outer, inner = attention_schedule.outer_block(word), attention_schedule.inner_block(word)
             query, key = (outer, inner) if self.query_outside else (inner, outer)
-            at = {"batch": b, "head": n, "kv_head": lax.div(n, jnp.int32(self.groups)), "query": query, "key": key}
+            kv_head = n if self.groups == 1 else lax.div(n, jnp.int32(self.groups))
+            at = {"batch": b, "head": n, "kv_head": kv_head, "query": query, "key": key}
             return tuple(at[role or ""] if c else 0 for role, c in zip(operand.axes, cut, strict=True))
 
         return pl.BlockSpec(block, index)

@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.launch import cdiv
-from pallas_kernels.tpu.attention_config import HIGHEST, LOWEST, AttentionCall, AttentionStructure
+from pallas_kernels.tpu.attention_config import HIGHEST, LOWEST, MAX_BLOCKS, AttentionCall, AttentionStructure
 
-# A word holds the outer block, the inner block, and four flags.
-OUTER_SHIFT, INNER_SHIFT, INNER_BITS = 16, 4, 12
-FIRST, LAST, COMPUTE, PARTIAL = 1, 2, 4, 8
-MAX_OUTER, MAX_INNER = 1 << 15, 1 << INNER_BITS
+# A word holds, from its lowest bit on, the inner block, four flags, and the outer block.
+FIRST, LAST, COMPUTE, PARTIAL = (MAX_BLOCKS << bit for bit in range(4))
+OUTER_SHIFT = (PARTIAL << 1).bit_length() - 1
 
 
 class Blocks(NamedTuple):
@@ -58,7 +57,7 @@ def outer_block(word: jax.Array) -> jax.Array:
 
 def inner_block(word: jax.Array) -> jax.Array:
     """Index of the inner block of a step."""
-    return (word >> INNER_SHIFT) & (MAX_INNER - 1)
+    return word & (MAX_BLOCKS - 1)
 
 
 def steps_by_query(
@@ -178,4 +177,4 @@ def packed_steps(visible: Any, full: Any) -> jax.Array:
     first, last = (step == 0) | (o != before), (step == count - 1) | (o != after)
     bits = ((FIRST, first), (LAST, last), (COMPUTE, compute), (PARTIAL, partial))
     flags = sum(lib.where((step < count) & on, bit, 0) for bit, on in bits)
-    return jnp.asarray((o << OUTER_SHIFT) + (i << INNER_SHIFT) + flags, jnp.int32)
+    return jnp.asarray((o << OUTER_SHIFT) + i + flags, jnp.int32)
