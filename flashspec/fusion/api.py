@@ -27,10 +27,10 @@ def matmul_epilogue(
 
         y = phi(x W + b),  or with a gate  y = phi(x W_g + b_g) * (x W + b);  plus the residual       (section 33.4)
 
-    Sums and tail are computed in float32 (float64 for float64) and rounded once, at the end; "hopper" computes GELU and
-    SiLU of z to within 2^-12 |z|, which rounding z to float16 would cost as well. Differentiable. The result
-    is that of whole arrays, however they are split over devices: a split contraction is summed before bias, activation
-    and residual, which are added once. Inside of `jax.shard_map` the arrays are one device's: sum the product yourself.
+    Sums and tail are computed in float32 (float64 for float64) and rounded once, at the end; "hopper" has GELU and SiLU
+    of z to within 2^-12 |z|, which is no more than rounding z to float16 would cost. Differentiable. The result is that
+    of whole arrays, however they are split over devices: a split contraction is summed before bias, activation and
+    residual, which are added once. Inside of `jax.shard_map` the arrays are one device's: sum the product yourself.
 
     Args:
       x: [..., C], bfloat16, float16, float32 or (in 64-bit mode) float64.

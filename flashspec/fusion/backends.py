@@ -28,6 +28,7 @@ class Backend:
       compute: the call itself; None where nothing is built in.
       backward: the name of what runs in the backward; its own where `compute` differentiates itself.
       config: launch settings for a request, for the plan.
+      slower: why XLA is taken where nobody asks for this one, by measurement; None where this one is taken.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Backend:
     compute: Callable[[EpilogueRequest, EpilogueOperands], jax.Array] | None = None
     backward: str = "xla"
     config: Callable[[EpilogueRequest], Mapping[str, int]] = lambda request: {}
+    slower: Callable[[EpilogueRequest], str | None] = lambda request: None
 
 
 @functools.cache
@@ -65,6 +67,7 @@ BACKENDS: Mapping[str, Backend] = {
             hopper.refusals,
             lambda request, operands: hopper.hopper_epilogue(_hopper_kernels(), request, operands),
             config=hopper.launch_config,
+            slower=hopper.slower,
         ),
         Backend(
             "tpu",
@@ -79,11 +82,14 @@ BACKENDS: Mapping[str, Backend] = {
 
 
 def candidates(request: EpilogueRequest, implementation: Implementation) -> tuple[str, ...]:
-    """Names to try in order: those that the caller gave, or a kernel of the request's platform, then XLA."""
+    """Names to try in order: those that the caller gave, or a kernel of the request's platform, then XLA.
+
+    A kernel that can run the call and is slower there is left out.
+    """
     if implementation is not None:
         return named(implementation, tuple(BACKENDS))
     kernels = {"cuda": ("hopper",), "tpu": ("tpu",)}.get(request.platform, ())
-    return (*kernels, "xla")
+    return (*(name for name in kernels if BACKENDS[name].slower(request) is None), "xla")
 
 
 def select(request: EpilogueRequest, implementation: Implementation) -> Backend:

@@ -15,10 +15,9 @@ from flashspec.fusion.splitting import lift
 from flashspec.fusion.xla import xla_epilogue
 from pallas_kernels.gpu.hopper.matmul_epilogue_config import (
     FewRowsConfig,
-    MatmulEpilogueConfig,
     MatmulShape,
-    few_rows,
     heuristic,
+    passed_over,
 )
 from pallas_kernels.launch import round_up, varying_alike
 
@@ -65,10 +64,19 @@ def kernel_refusals(request: EpilogueRequest) -> tuple[str, ...]:
 
 def launch_config(request: EpilogueRequest) -> Mapping[str, int]:
     """Launch settings, for the plan."""
+    return {name: int(value) for name, value in dataclasses.asdict(heuristic(*_launch(request))).items()}
+
+
+def slower(request: EpilogueRequest) -> str | None:
+    """Why XLA is taken for a call that the kernels can run, unless they are asked for; None where they are."""
+    return passed_over(*_launch(request))
+
+
+def _launch(request: EpilogueRequest) -> tuple[MatmulShape, int]:
+    """Sizes of the launch of a call on one device, and the multiprocessors of that."""
     rows = request.rows if request.rows <= ROWS else round_up(request.rows, ROWS)
     itemsize = 4 if "residual" in request.options else 0
-    config = _config(MatmulShape(rows, request.outputs, request.inputs, request.products, itemsize), request)
-    return {name: int(value) for name, value in dataclasses.asdict(config).items()}
+    return MatmulShape(rows, request.outputs, request.inputs, request.products, itemsize), _programs(request)
 
 
 def hopper_epilogue(kernels: Kernels, request: EpilogueRequest, operands: EpilogueOperands) -> Array:
@@ -100,13 +108,14 @@ def _on_one_device(kernels: Kernels, request: EpilogueRequest, operands: Epilogu
         x = jnp.pad(x, ((0, padded - rows), (0, 0)))
         residual = None if residual is None else jnp.pad(residual, ((0, padded - rows), (0, 0)))
     itemsize = 0 if residual is None else residual.dtype.itemsize
-    config = _config(MatmulShape(padded, outputs, inputs, request.products, itemsize), request)
+    config = heuristic(MatmulShape(padded, outputs, inputs, request.products, itemsize), _programs(request))
     kernel = kernels.few_rows if isinstance(config, FewRowsConfig) else kernels.many_rows
     activation = request.activation if isinstance(request.activation, str) else None
     options = {"gate": operands.gate, "gate_bias": operands.gate_bias, "residual": residual}
     return kernel(x, operands.w, operands.bias, activation=activation, config=config, **options)[:rows]
 
 
-def _config(shape: MatmulShape, request: EpilogueRequest) -> FewRowsConfig | MatmulEpilogueConfig:
+def _programs(request: EpilogueRequest) -> int:
+    """Multiprocessors of the device."""
     facts = find_device_facts(request.device_kind or DEVICE) or device_facts(DEVICE)
-    return few_rows(shape) or heuristic(shape, facts.cores or 132)
+    return facts.cores or 132

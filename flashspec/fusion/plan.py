@@ -19,6 +19,7 @@ class EpiloguePlan:
       forward, backward: names of the implementations.
       config: launch settings of the forward.
       rejected: every other implementation that cannot run the request, with all its reasons.
+      passed_over: those that can and would be slower, where none was asked for; with the reason.
       flops: of the products.
       bytes: operands and result, each moved once.
       unfused_bytes: the same when each step of the tail writes its result and the next reads it back.
@@ -31,6 +32,7 @@ class EpiloguePlan:
     backward: str
     config: Mapping[str, int]
     rejected: Mapping[str, tuple[str, ...]]
+    passed_over: Mapping[str, str]
     flops: int
     bytes: int
     unfused_bytes: int
@@ -47,6 +49,7 @@ class EpiloguePlan:
             f"forward {self.forward} {config}".rstrip() + f", backward {self.backward}",
             f"{self.flops:.4g} FLOPs, {self.bytes:,} bytes ({self.unfused_bytes:,} step by step), at least {time}",
         ]
+        lines += [f"passed over {name}: {why}" for name, why in self.passed_over.items()]
         return "\n".join(lines + [f"rejected {name}: {why}" for name, whys in self.rejected.items() for why in whys])
 
 
@@ -58,6 +61,7 @@ def make_plan(request: EpilogueRequest, implementation: Implementation, device: 
     """
     backend = select(request, implementation)
     refusals = {name: other.supports(request) for name, other in BACKENDS.items()}
+    slower = {} if implementation is not None else {name: other.slower(request) for name, other in BACKENDS.items()}
     flops, moved = 2 * request.rows * request.inputs * request.outputs * request.products, moved_bytes(request)
     return EpiloguePlan(
         request=request,
@@ -66,6 +70,7 @@ def make_plan(request: EpilogueRequest, implementation: Implementation, device: 
         backward=backend.backward,
         config=backend.config(request),
         rejected={name: reasons for name, reasons in refusals.items() if reasons},
+        passed_over={name: reason for name, reason in slower.items() if reason and not refusals[name]},
         flops=flops,
         bytes=moved,
         unfused_bytes=moved + intermediate_bytes(request),

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flashspec.fusion import hopper, matmul_epilogue, plan_matmul_epilogue, splitting
+from flashspec.fusion import EpiloguePlan, hopper, matmul_epilogue, plan_matmul_epilogue, splitting
 from flashspec.fusion.backends import BACKENDS
 from flashspec.fusion.reference import reference_epilogue
 from flashspec.fusion.request import EpilogueOperands, make_request
@@ -97,9 +97,7 @@ def test_values_and_gradients(standing_in: None) -> None:
         assert_near(got, other)
 
 
-@pytest.mark.parametrize(
-    ("rows", "outputs", "kernel"), [(5, 128, "few"), (64, 128, "few"), (64, 192, "many"), (65, 128, "many")]
-)
+@pytest.mark.parametrize(("rows", "outputs", "kernel"), [(5, 128, "few"), (64, 192, "few"), (65, 128, "many")])
 def test_the_kernel_that_suits_the_sizes(rows: int, outputs: int, kernel: str, standing_in: None) -> None:
     given = operands((rows,), outputs=outputs)
     assert_near(ours(**given), reference(**given))
@@ -191,12 +189,24 @@ def test_what_is_refused() -> None:
     assert "not in float32" in reasons(wide)
 
 
-def test_the_plan_has_the_launch() -> None:
-    shapes = {"x": (8192, 4096), "w": (4096, 14336), "bias": (14336,)}
+def plan_of(rows: int, outputs: int, implementation: str | None = None) -> EpiloguePlan:
+    """For 4096 inputs and GELU, on an H200."""
+    shapes = {"x": (rows, 4096), "w": (4096, outputs), "bias": (outputs,)}
     given: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
-    plan = plan_matmul_epilogue(**given, activation="gelu_tanh", implementation="hopper", device="NVIDIA H200")
+    return plan_matmul_epilogue(**given, activation="gelu_tanh", implementation=implementation, device="NVIDIA H200")
+
+
+def test_the_plan_has_the_launch() -> None:
+    plan = plan_of(8192, 14336)
     assert (plan.forward, plan.backward) == ("hopper", "xla")
     assert plan.config["block_n"] == 256
-    given["x"] = jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16)
-    few = plan_matmul_epilogue(**given, activation="gelu_tanh", implementation="hopper", device="NVIDIA H200")
-    assert few.config["stages"] == 12
+    assert plan_of(16, 14336).config == {"warpgroups": 2, "stages": 6}
+
+
+def test_the_plan_says_what_is_passed_over_as_slower() -> None:
+    plan = plan_of(16, 2048)
+    assert plan.forward == "xla"
+    assert "hopper" not in plan.rejected
+    assert "passed over hopper: is slower here than XLA: 32 tiles leave most of the 132" in str(plan)
+    for other in (plan_of(16, 14336), plan_of(16, 2048, "hopper")):  # it is taken, or asked for
+        assert (other.forward, other.passed_over) == ("hopper", {})

@@ -18,7 +18,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.hopper.matmul_epilogue_activations import ACTIVATIONS, Activation
-from pallas_kernels.gpu.hopper.matmul_epilogue_config import OUT_SLOTS, TILE, MatmulEpilogueConfig, MatmulShape
+from pallas_kernels.gpu.hopper.matmul_epilogue_config import (
+    BLOCK_M,
+    LANES,
+    OUT_SLOTS,
+    REGISTERS,
+    TILE,
+    WARPGROUPS,
+    MatmulEpilogueConfig,
+    MatmulShape,
+)
 
 MATRIX, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
 
@@ -46,7 +55,7 @@ def matmul_epilogue(
       config: launch configuration.
 
     Returns:
-      [M, N] in the dtype of x, rounded once.
+      [M, N] in the dtype of x, rounded once; activations are as exact as `matmul_epilogue_activations` says.
 
     Raises:
       ValueError: sizes or settings that the kernel does not take.
@@ -60,15 +69,13 @@ def matmul_epilogue(
     operands = _Operands(x, w, bias, gate, gate_bias, residual)
     names = tuple(name for name, operand in operands._asdict().items() if operand is not None)
     kernel = _Kernel(shape, config, activation)
-    clusters: dict[str, Any] = {"cluster": (config.cluster_m, config.cluster_n), "cluster_names": ("m", "n")}
     run = plgpu.kernel(
         functools.partial(kernel.body, names),
         out_type=jax.ShapeDtypeStruct((M, N), x.dtype),
         scratch_types=kernel.scratch(operands),
         grid=(kernel.deal.programs,),
         grid_names=("program",),
-        **(clusters if config.cluster > 1 else {}),
-        num_threads=config.warpgroups + 1,
+        num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         kernel_name="flashspec_hopper_matmul_epilogue",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
@@ -95,11 +102,11 @@ class _Operands(NamedTuple):
 class _Memory(NamedTuple):
     """Shared memory, and its barriers: full when copies have arrived, free when all their readers are done."""
 
-    x: Any  # [stages, block_m, block_k]
-    w: Any  # [stages, block_k, block_n], and where tiles are cut the same as [stages, cut, block_k, width]
+    x: Any  # [stages, 128, 64]
+    w: Any  # [stages, 64, block_n], and where tiles are cut the same as [stages, cut, 64, width]
     gate: Any
-    out: Any  # [warpgroups, slots, 64, lanes]
-    residual: Any  # [warpgroups, 64, lanes]
+    out: Any  # [warpgroups, slots, 64, 64]
+    residual: Any  # [warpgroups, 64, 64]
     bias: Any  # [warpgroups, block_n]
     gate_bias: Any
     full: Any
@@ -121,34 +128,29 @@ class _Kernel:
 
     def __init__(self, shape: MatmulShape, config: MatmulEpilogueConfig, activation: str | None) -> None:
         self.shape, self.config = shape, config
-        self.activate: Activation = ACTIVATIONS[activation] if activation is not None else lambda z: z
-        self.steps = -(-shape.K // config.block_k)
+        self.activate: Activation | None = None if activation is None else ACTIVATIONS[activation]
+        self.steps = shape.K // LANES
         self.deal = config.deal(shape)
 
     def scratch(self, operands: "_Operands") -> list[Any]:
         """Shared memory and barriers of a thread block, in the order of `_Memory`."""
-        c, dtype = self.config, operands.x.dtype
-        stage = functools.partial(_tiled, row_bytes=2 * c.lanes)
-        w: Any = stage((c.stages, c.block_k, c.block_n), dtype)
+        c, dtype, residual = self.config, operands.x.dtype, operands.residual
+        w: Any = _tiled((c.stages, LANES, c.block_n), dtype)
         if self.deal.cut > 1:
-            w = plgpu.RefUnion(w, stage((c.stages, self.deal.cut, c.block_k, c.block_n // self.deal.cut), dtype))
-        free: Any = {"num_barriers": c.stages, "num_arrivals": c.warpgroups}
-        axes = tuple(name for name, size in (("m", c.cluster_m), ("n", c.cluster_n)) if size > 1)
-        residual = operands.residual
-        each: dict[str, Any] = {"num_barriers": c.warpgroups}
-        biases = [b if b is None else plgpu.SMEM((c.warpgroups, c.block_n), b.dtype) for b in operands.biases]
+            w = plgpu.RefUnion(w, _tiled((c.stages, self.deal.cut, LANES, c.block_n // self.deal.cut), dtype))
+        biases = [b if b is None else plgpu.SMEM((WARPGROUPS, c.block_n), b.dtype) for b in operands.biases]
         given = sum(b is not None for b in biases)
         return [
-            stage((c.stages, c.block_m, c.block_k), dtype),
+            _tiled((c.stages, BLOCK_M, LANES), dtype),
             w,
             None if operands.gate is None else w,
-            stage((c.warpgroups, OUT_SLOTS, TILE, c.lanes), dtype),
-            None if residual is None else _tiled((c.warpgroups, TILE, c.lanes), residual.dtype, 2 * c.lanes),
+            _tiled((WARPGROUPS, OUT_SLOTS, TILE, LANES), dtype),
+            None if residual is None else _tiled((WARPGROUPS, TILE, LANES), residual.dtype),
             *biases,
             plgpu.Barrier(num_barriers=c.stages, num_arrivals=1 + self.shape.products),
-            plgpu.ClusterBarrier(collective_axes=axes, **free) if axes else plgpu.Barrier(**free),
-            None if residual is None else plgpu.Barrier(**each),
-            plgpu.Barrier(num_arrivals=given, **each) if given else None,
+            plgpu.Barrier(num_barriers=c.stages, num_arrivals=WARPGROUPS),
+            None if residual is None else plgpu.Barrier(num_barriers=WARPGROUPS),
+            plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=given) if given else None,
         ]
 
     def body(self, names: tuple[str, ...], *refs: Any) -> None:
@@ -156,14 +158,14 @@ class _Kernel:
         inputs = _Operands(**dict(zip(names, refs, strict=False)))
         result, memory = refs[len(names)], _Memory(*refs[-len(_Memory._fields) :])
         warpgroup = lax.axis_index("warpgroup")
-        computing, copying = self.config.registers
+        computing, copying = REGISTERS
 
-        @pl.when(warpgroup < self.config.warpgroups)
+        @pl.when(warpgroup < WARPGROUPS)
         def _compute() -> None:
             plgpu.set_max_registers(computing, action="increase")
             self._compute(inputs, result, memory, warpgroup)
 
-        @pl.when(warpgroup == self.config.warpgroups)
+        @pl.when(warpgroup == WARPGROUPS)
         def _copy() -> None:
             plgpu.set_max_registers(copying, action="decrease")
             self._copy(inputs, memory)
@@ -186,33 +188,28 @@ class _Kernel:
     def _tile(self, index: Any) -> _Tile:
         """The tile at a place of the order: `group` tiles along the rows, then the next column."""
         c, (rows, columns) = self.config, self.config.tiles(self.shape)
-        group = min(max(1, c.group // c.cluster_m), rows)
+        group = min(c.group, rows)
         number, rest = lax.div(index, group * columns), lax.rem(index, group * columns)
         height: Any = group
         if rows % group:
             height = jnp.minimum(group, rows - number * group)
         row, column = number * group + lax.rem(rest, height), lax.div(rest, height)
-        if c.cluster_m > 1:
-            row = row * c.cluster_m + lax.axis_index("m")
-        if c.cluster_n > 1:
-            column = column * c.cluster_n + lax.axis_index("n")
-        return _Tile(row * c.block_m, column * c.block_n, c.block_n)
+        return _Tile(row * BLOCK_M, column * c.block_n, c.block_n)
 
     def _copy(self, inputs: _Operands, memory: _Memory) -> None:
         """The copying warpgroup: blocks of x and w as stages become free."""
-        c = self.config
-        along_m, along_n = ("m" if c.cluster_m > 1 else None), ("n" if c.cluster_n > 1 else None)
+        stages = self.config.stages
 
         def tile_step(tile: _Tile, count: Any) -> Any:
-            rows, columns = pl.ds(tile.row, c.block_m), pl.ds(tile.column, tile.width)
+            rows, columns = pl.ds(tile.row, BLOCK_M), pl.ds(tile.column, tile.width)
 
             def step(k: Any, count: Any) -> Any:
-                slot, inner = lax.rem(count, c.stages), pl.ds(k * c.block_k, c.block_k)
+                slot, inner = lax.rem(count, stages), pl.ds(k * LANES, LANES)
                 full = memory.full.at[slot]
-                _wait_when(count >= c.stages, memory.free.at[slot])
-                plgpu.copy_gmem_to_smem(inputs.x.at[rows, inner], memory.x.at[slot], full, collective_axes=along_n)
+                _wait_when(count >= stages, memory.free.at[slot])
+                plgpu.copy_gmem_to_smem(inputs.x.at[rows, inner], memory.x.at[slot], full)
                 for weights, block in zip((inputs.w, inputs.gate), self._blocks(memory, tile, slot), strict=False):
-                    plgpu.copy_gmem_to_smem(weights.at[inner, columns], block, full, collective_axes=along_m)
+                    plgpu.copy_gmem_to_smem(weights.at[inner, columns], block, full)
                 return count + 1
 
             return lax.fori_loop(0, self.steps, step, count)
@@ -220,9 +217,9 @@ class _Kernel:
         count = self._each_tile(tile_step, jnp.int32(0))
         # Nobody may still read, or tell this thread block so, when it ends.
         lax.fori_loop(
-            jnp.maximum(count - c.stages, 0),
+            jnp.maximum(count - stages, 0),
             count,
-            lambda i, _: plgpu.barrier_wait(memory.free.at[lax.rem(i, c.stages)]),
+            lambda i, _: plgpu.barrier_wait(memory.free.at[lax.rem(i, stages)]),
             None,
         )
 
@@ -279,13 +276,13 @@ class _Kernel:
         self, inputs: _Operands, result: Any, memory: _Memory, tile: _Tile, w: Any, sums: tuple[Array, ...]
     ) -> None:
         """The tail, piece by piece, so that a piece is on its way to memory while the next one is computed."""
-        lanes = self.config.lanes
-        spans = [slice(start, start + lanes) for start in range(0, tile.width, lanes)]
-        together = 1 if inputs.residual is not None or len(spans) % 2 else 2
-        for b in (memory.bias_full,) if memory.bias_full is not None else ():
-            plgpu.barrier_wait(b.at[w])
+        spans = [slice(start, start + LANES) for start in range(0, tile.width, LANES)]
+        # Two at a time meet half as many barriers; but the last ones are not to be all there is.
+        together = 2 if inputs.residual is None and len(spans) == 4 else 1
+        if memory.bias_full is not None:
+            plgpu.barrier_wait(memory.bias_full.at[w])
         for i in range(0, len(spans), together):
-            ys = self._tail(memory, w, sums, spans[i : i + together])
+            ys = [self._tail(memory, w, sums, span) for span in spans[i : i + together]]
             if inputs.residual is not None:
                 plgpu.barrier_wait(memory.residual_full.at[w])
                 ys = [y + plgpu.load(memory.residual.at[w], layout=MATRIX).astype(jnp.float32) for y in ys]
@@ -295,20 +292,19 @@ class _Kernel:
                 place[...] = y.astype(place.dtype)
             plgpu.commit_smem()
             for j, place in enumerate(places, i):
-                columns = pl.ds(tile.column + j * lanes, lanes)
+                columns = pl.ds(tile.column + j * LANES, LANES)
                 plgpu.copy_smem_to_gmem(place, result.at[pl.ds(tile.row, TILE), columns])
             if i + together < len(spans):
                 self._copy_residual(inputs, memory, tile, w, i + together)
 
-    def _tail(self, memory: _Memory, w: Any, sums: tuple[Array, ...], spans: list[slice]) -> list[Array]:
-        """Biases, activation and gate of some pieces."""
-        biases = (memory.bias, memory.gate_bias)
-        zs, *gates = (
-            [_add(total[:, span], bias, w, span) for span in spans] for total, bias in zip(sums, biases, strict=False)
-        )
-        if not gates:
-            return self.activate(zs)
-        return [gate * z for gate, z in zip(self.activate(gates[0]), zs, strict=True)]
+    def _tail(self, memory: _Memory, w: Any, sums: tuple[Array, ...], span: slice) -> Array:
+        """Biases, activation and gate of a piece; the activation takes half of the last of the sums."""
+        zs = [
+            _biased(total[:, span], biases, w, span, 0.5 if self.activate and total is sums[-1] else 1.0)
+            for total, biases in zip(sums, (memory.bias, memory.gate_bias), strict=False)
+        ]
+        last = zs[-1] if self.activate is None else self.activate(zs[-1])
+        return last if len(zs) == 1 else last * zs[0]
 
     def _copy_biases(self, inputs: _Operands, memory: _Memory, tile: _Tile, w: Any) -> None:
         """Start the copies of the biases of a tile."""
@@ -320,17 +316,17 @@ class _Kernel:
     def _copy_residual(self, inputs: _Operands, memory: _Memory, tile: _Tile, w: Any, i: int) -> None:
         """Start the copy of piece i of the residual."""
         if inputs.residual is not None:
-            lanes = self.config.lanes
-            source = inputs.residual.at[pl.ds(tile.row, TILE), pl.ds(tile.column + i * lanes, lanes)]
+            source = inputs.residual.at[pl.ds(tile.row, TILE), pl.ds(tile.column + i * LANES, LANES)]
             plgpu.copy_gmem_to_smem(source, memory.residual.at[w], memory.residual_full.at[w])
 
 
-def _add(z: Array, biases: Any, w: Any, span: slice) -> Array:
-    """z plus the bias of its columns."""
+def _biased(total: Array, biases: Any, w: Any, span: slice, factor: float) -> Array:
+    """factor (total + the bias of its columns), where a factor of 1/2 costs no rounding."""
+    z = total if factor == 1 else factor * total
     if biases is None:
         return z
-    bias = plgpu.load(biases.at[w, span], layout=COLUMN, optimized=False)
-    return z + lax.broadcast_in_dim(bias.astype(jnp.float32), z.shape, (1,))
+    bias = plgpu.load(biases.at[w, span], layout=COLUMN, optimized=False).astype(jnp.float32)
+    return z + lax.broadcast_in_dim(bias if factor == 1 else factor * bias, z.shape, (1,))
 
 
 def _before(slot: Any, stages: int) -> Any:
@@ -341,8 +337,8 @@ def _wait_when(condition: Any, barrier: Any) -> None:
     pl.when(condition)(lambda: plgpu.barrier_wait(barrier))
 
 
-def _tiled(shape: tuple[int, ...], dtype: Any, row_bytes: int) -> Any:
-    """Shared memory in the layout that wgmma and the copy engine share: rows of `row_bytes`, swizzled."""
-    columns = row_bytes // jnp.dtype(dtype).itemsize
-    transforms: tuple[Any, ...] = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(row_bytes))  # type: ignore[abstract]
+def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the layout that wgmma and the copy engine share: rows of 128 bytes, swizzled."""
+    columns = 2 * LANES // jnp.dtype(dtype).itemsize
+    transforms: tuple[Any, ...] = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * LANES))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=transforms)

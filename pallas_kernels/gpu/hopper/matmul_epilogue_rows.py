@@ -49,19 +49,19 @@ def matmul_epilogue_rows(
         residual = jnp.pad(residual, ((0, rows - M), (0, 0)))
     operands = {"x": x, "w": w, "bias": bias, "gate": gate, "gate_bias": gate_bias, "residual": residual}
     given = {name: operand for name, operand in operands.items() if operand is not None}
-    activate = (lambda zs: zs) if activation is None else ACTIVATIONS[activation]
+    activate = None if activation is None else ACTIVATIONS[activation]
 
     def body(*refs: Any) -> None:
         inputs = _Operands(**dict(zip(given, refs, strict=False)))
         _Program(shape, config, activate, inputs, refs[len(given)], _Memory(*refs[len(given) + 1 :])).run()
 
     stage = functools.partial(_tiled, dtype=x.dtype)
-    weights = stage((config.stages, config.block_k, config.block_n))
+    weights = stage((config.stages, LANES, config.block_n))
     run = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows, N), x.dtype),
         scratch_types=[
-            stage((config.stages, rows, config.block_k)),
+            stage((config.stages, rows, LANES)),
             weights,
             None if gate is None else weights,
             plgpu.Barrier(num_barriers=config.stages, num_arrivals=1 + shape.products),
@@ -92,8 +92,8 @@ class _Operands(NamedTuple):
 class _Memory(NamedTuple):
     """Shared memory, and its barriers: full when copies have arrived, free when all their readers are done."""
 
-    x: Any  # [stages, padded rows, block_k]
-    w: Any  # [stages, block_k, block_n]
+    x: Any  # [stages, padded rows, 64]
+    w: Any  # [stages, 64, block_n]
     gate: Any
     full: Any
     free: Any
@@ -107,7 +107,7 @@ class _Program:
     ) -> None:
         self.shape, self.config, self.activate = shape, config, activate
         self.inputs, self.result, self.memory = inputs, result, memory
-        self.steps = -(-shape.K // config.block_k)
+        self.steps = shape.K // LANES
         self.rows = round_up(shape.M, 8)
         self.column = lax.axis_index("program") * config.block_n
 
@@ -124,7 +124,7 @@ class _Program:
 
         @pl.loop(0, self.steps)
         def _step(k: Array) -> None:
-            slot, inner = lax.rem(k, c.stages), pl.ds(k * c.block_k, c.block_k)
+            slot, inner = lax.rem(k, c.stages), pl.ds(k * LANES, LANES)
             full = memory.full.at[slot]
             pl.when(k >= c.stages)(lambda: plgpu.barrier_wait(memory.free.at[slot]))
             for source, stages in ((inputs.w, memory.w), (inputs.gate, memory.gate)):
@@ -164,13 +164,18 @@ class _Program:
         self._finish(totals, biases, outputs)
 
     def _finish(self, totals: tuple[Array, ...], biases: list[Any], outputs: Any) -> None:
-        """The tail of 64 outputs."""
+        """The tail of 64 outputs; the activation takes half of the last of the sums."""
 
-        def biased(total: Array, bias: Any) -> Array:
-            return total if bias is None else total + lax.broadcast_in_dim(bias.astype(jnp.float32), total.shape, (0,))
+        def biased(total: Array, bias: Any, factor: float) -> Array:
+            z = total if factor == 1 else factor * total
+            return z if bias is None else z + lax.broadcast_in_dim(factor * bias.astype(jnp.float32), z.shape, (0,))
 
-        z, *gates = (biased(total, bias) for total, bias in zip(totals, biases, strict=True))
-        y = self.activate(gates)[0] * z if gates else self.activate([z])[0]
+        zs = [
+            biased(total, bias, 0.5 if self.activate and total is totals[-1] else 1.0)
+            for total, bias in zip(totals, biases, strict=True)
+        ]
+        y = zs[-1] if self.activate is None else self.activate(zs[-1])
+        y = y if len(zs) == 1 else y * zs[0]
         y = plgpu.layout_cast(y, TURNED)
         if self.inputs.residual is not None:
             source = self.inputs.residual.at[:, outputs].transpose((1, 0))

@@ -183,7 +183,7 @@ def _matmul(rows: int, tail: str, make: Make) -> Any:
     import jax.numpy as jnp
 
     from pallas_kernels.gpu.hopper.matmul_epilogue import matmul_epilogue
-    from pallas_kernels.gpu.hopper.matmul_epilogue_config import MatmulShape, few_rows, heuristic
+    from pallas_kernels.gpu.hopper.matmul_epilogue_config import FewRowsConfig, MatmulShape, heuristic
     from pallas_kernels.gpu.hopper.matmul_epilogue_rows import matmul_epilogue_rows
 
     inputs, outputs = 4096, 14336
@@ -193,9 +193,8 @@ def _matmul(rows: int, tail: str, make: Make) -> Any:
     arrays |= {"gate": arrays["w"]} if gated else {"bias": make((outputs,), jnp.bfloat16)}
     arrays |= {"residual": make((rows, outputs), jnp.float32)} if residual else {}
     options: dict[str, Any] = {"activation": "silu" if gated else "gelu_tanh"}
-    few = few_rows(shape)
-    kernel = matmul_epilogue if few is None else matmul_epilogue_rows
-    options["config"] = few or heuristic(shape)
+    options["config"] = heuristic(shape)
+    kernel = matmul_epilogue_rows if isinstance(options["config"], FewRowsConfig) else matmul_epilogue
     return functools.partial(_named, kernel, tuple(arrays), options), tuple(arrays.values())
 
 
