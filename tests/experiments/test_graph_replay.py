@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.decode_loops import Decoder, by_host, by_shape, by_value, count_operations, op_by_op
-from experiments.graph_replay import choose_stop, stops_right
+from experiments.graph_replay import NEVER, choose_stop, stops_right, with_buffers
 from flashspec.language_model import LanguageModel
 from flashspec.measure import compile_call
 
@@ -60,8 +60,29 @@ def test_a_loop_that_stops_elsewhere_is_told_apart(tokens, length):
 
 
 def test_the_stop_token_comes_late_and_first_there():
-    stop, expected = choose_stop(decoder())
+    one = decoder()
+    shaped = compile_call(functools.partial(by_shape, one, budget=one.budget), *one.operands, NEVER)
+    stop, expected = choose_stop(shaped)
     assert (stop, expected) == (0, [2, 3, 1, 0])
+
+
+def test_a_recording_that_does_not_run_is_told_and_left_out(monkeypatch):
+    monkeypatch.setattr("experiments.graph_replay.buffers", lambda: {"default": {}, "with loops": {"record": "WHILE"}})
+    told = []
+    job = SimpleNamespace(say=told.append)
+
+    def compiled(refused, compiler_options):
+        def run():
+            if compiler_options == refused:
+                raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: a loop\nat line 3")
+
+        return run
+
+    calls = with_buffers(job, "compiled", functools.partial(compiled, {"record": "WHILE"}))
+    assert list(calls) == ["default"]
+    assert told == ["compiled, command buffers with loops, does not run: UNIMPLEMENTED: a loop"]
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        with_buffers(job, "compiled", functools.partial(compiled, {}))
 
 
 def test_op_by_op_is_the_same_step():
