@@ -20,9 +20,9 @@ from pallas_kernels.gpu.hopper.attention_backward_config import (
     is_fused,
     refusals,
 )
-from pallas_kernels.gpu.hopper.attention_backward_keys import WARPGROUPS, KeyBlocks
+from pallas_kernels.gpu.hopper.attention_backward_keys import KeyBlocks
 from pallas_kernels.gpu.hopper.attention_backward_queries import QueryBlocks
-from pallas_kernels.gpu.hopper.attention_backward_tile import Operands, Scores
+from pallas_kernels.gpu.hopper.attention_backward_tile import WARPGROUPS, Operands, Scores
 from pallas_kernels.gpu.hopper.attention_backward_wide import WideKeyBlocks
 from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, SegmentIds, segment_ranges
 from pallas_kernels.gpu.hopper.attention_tile import LOG2E

@@ -7,7 +7,7 @@ from pallas_kernels.gpu.hopper.attention_forward_config import RESERVED, SHARED_
 from pallas_kernels.launch import cdiv
 
 HEAD_SIZES = ((64, 64), (128, 64), (128, 128))  # (H, Hv)
-WIDE_HEAD_SIZES = ((256, 256),)  # always in two kernels, which have not run on a GPU yet
+WIDE_HEAD_SIZES = ((256, 256),)  # always in two kernels
 LENGTH_MULTIPLE = 8  # shared memory is swizzled in groups of eight rows
 L2_SHARE = 24 * 2**20  # bytes
 PROGRAMS = 128  # about as many as there are multiprocessors

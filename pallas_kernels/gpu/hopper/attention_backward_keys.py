@@ -18,11 +18,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.hopper.attention_backward_config import BLOCK_Q, BackwardConfig, BackwardShape
 from pallas_kernels.gpu.hopper.attention_backward_tile import (
+    WARPGROUPS,
     Operands,
     Scores,
     hide,
     intersection,
     load_ids,
+    meet,
     visit,
     visited,
     within,
@@ -30,7 +32,6 @@ from pallas_kernels.gpu.hopper.attention_backward_tile import (
 from pallas_kernels.gpu.hopper.attention_tile import COLUMN, ROW, TILE, place, tiled
 from pallas_kernels.launch import cdiv, round_up
 
-WARPGROUPS = 2
 EXCHANGES = 2  # buffers of dS: one is read while the next is written
 
 
@@ -89,7 +90,6 @@ class KeyBlocks:
         if self.fused:
             buffers["ds_smem"] = tiled((EXCHANGES, self.block_kv, c.block_q), dtype)
             buffers["dq_smem"] = tiled((WARPGROUPS, *self.dq_share), jnp.float32)
-            buffers["exchanged"] = plgpu.Barrier(num_arrivals=WARPGROUPS)
         return buffers
 
     @staticmethod
@@ -106,12 +106,12 @@ class KeyBlocks:
         """The kernel; dK and dV are its outputs."""
         self.gmem, (self.dk, self.dv) = operands, outputs
         self.chip: Any = SimpleNamespace(**scratch)
-        block = self._block(lax.axis_index("program"))
-        warpgroup = lax.axis_index("warpgroup")
-        # A branch for each warpgroup: addresses in shared memory are then constants, and do not take registers.
+        program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+        # A branch for each warpgroup: addresses in shared memory are then constants, and do not take registers. Each
+        # works out its block itself, once it has its registers: numbers from before the branch would be spilled.
         for w in range(WARPGROUPS):
-            pl.when(warpgroup == w)(functools.partial(self._compute, block, w))
-        pl.when(warpgroup == WARPGROUPS)(functools.partial(self._copy, block))
+            pl.when(warpgroup == w)(functools.partial(self._compute, program, w))
+        pl.when(warpgroup == WARPGROUPS)(functools.partial(self._copy, program))
 
     def _block(self, index: Any) -> Block:
         s, mask, size = self.shape, self.scores.mask, self.config.block_q
@@ -141,9 +141,10 @@ class KeyBlocks:
         else:
             lax.fori_loop(0, self.shape.G, of_head, jnp.int32(0))
 
-    def _copy(self, block: Block) -> None:
+    def _copy(self, program: Any) -> None:
         """The memory warpgroup: K and V once, then blocks of queries as stages become free."""
         plgpu.set_max_registers(self.config.copy_registers, action="decrease")
+        block = self._block(program)
         gmem, keys = self.gmem, pl.ds(block.k_start, self.block_kv)
         plgpu.copy_gmem_to_smem(gmem.key.at[block.batch, keys, block.kv_head], self.chip.k_smem, self.chip.kv_full)
         plgpu.copy_gmem_to_smem(gmem.value.at[block.batch, keys, block.kv_head], self.chip.v_smem, self.chip.kv_full)
@@ -162,9 +163,10 @@ class KeyBlocks:
 
         self._each(block, step)
 
-    def _compute(self, block: Block, w: int) -> None:
+    def _compute(self, program: Any, w: int) -> None:
         """A compute warpgroup: the sums of its 64 keys."""
         plgpu.set_max_registers(self.config.compute_registers, action="increase")
+        block = self._block(program)
         s, mine = self.shape, pl.ds(w * TILE, TILE)
         plgpu.barrier_wait(self.chip.kv_full)
 
@@ -174,7 +176,7 @@ class KeyBlocks:
 
         dk, dv = pl.run_scoped(sums, plgpu.ACC((TILE, s.H), jnp.float32), plgpu.ACC((TILE, s.Hv), jnp.float32))
         if self.fused:
-            self._meet()  # The other warpgroup multiplies by all of K.
+            meet()  # The other warpgroup multiplies by all of K.
         dtype = self.chip.k_smem.dtype
         self.chip.k_smem[mine] = (dk * self.scores.scale).astype(dtype)
         self.chip.v_smem[mine] = dv.astype(dtype)
@@ -193,8 +195,7 @@ class KeyBlocks:
         if self.fused:
             exchange = lax.rem(i, EXCHANGES)
             self.chip.ds_smem.at[exchange][mine] = ds
-            plgpu.commit_smem()
-            self._meet()
+            meet()
 
         def products(dq: Any) -> None:
             if self.fused:
@@ -220,12 +221,14 @@ class KeyBlocks:
     def _tile(self, block: Block, w: int, slot: Any, q_start: Any, masked: bool) -> tuple[Any, Any]:
         """P^T and dS^T = P^T (dP^T - delta) (eq. 33.8) of a warpgroup's keys, in the dtype of the operands."""
         shape, mine = (TILE, self.config.block_q), pl.ds(w * TILE, TILE)
-        dtype = self.chip.k_smem.dtype
+        dtype, sums = self.chip.k_smem.dtype, plgpu.ACC(shape, jnp.float32)
 
-        def gradients(s: Any, dp: Any) -> tuple[Any, Any]:
-            plgpu.barrier_wait(self.chip.q_full.at[slot])
+        def scores(s: Any) -> tuple[Any, Any]:
             plgpu.wgmma(s, self.chip.k_smem.at[mine], self.chip.q_smem.at[slot].transpose((1, 0)))
             plgpu.barrier_wait(self.chip.do_full.at[slot])
+            return pl.run_scoped(functools.partial(gradients, s), sums)
+
+        def gradients(s: Any, dp: Any) -> tuple[Any, Any]:
             plgpu.wgmma(dp, self.chip.v_smem.at[mine], self.chip.do_smem.at[slot].transpose((1, 0)))
             s = plgpu.wgmma_accumulator_load(s, wait_n=1)
             p, slope = self._weights(block, s, block.k_start + w * TILE, slot, q_start, masked)
@@ -234,7 +237,9 @@ class KeyBlocks:
             ds = p_gradient * (plgpu.wgmma_accumulator_load(dp, wait_n=0) - delta)
             return p.astype(dtype), ds.astype(dtype)
 
-        return pl.run_scoped(gradients, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+        # A sum that begins once its factors are there starts from its first product, and clears no registers.
+        plgpu.barrier_wait(self.chip.q_full.at[slot])
+        return pl.run_scoped(scores, sums)
 
     def _weights(self, block: Block, s: Any, k_start: Any, slot: Any, q_start: Any, masked: bool) -> tuple[Any, Any]:
         """P^T of products S^T, and the slope of the soft cap."""
@@ -259,7 +264,3 @@ class KeyBlocks:
 
     def _columns(self, w: int) -> Any:
         return pl.ds(w * self.dq_share[1], self.dq_share[1])
-
-    def _meet(self) -> None:
-        plgpu.barrier_arrive(self.chip.exchanged)
-        plgpu.barrier_wait(self.chip.exchanged)

@@ -12,20 +12,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu.hopper.attention_backward_keys import WARPGROUPS, Block, KeyBlocks
+from pallas_kernels.gpu.hopper.attention_backward_keys import Block, KeyBlocks
+from pallas_kernels.gpu.hopper.attention_backward_tile import meet
 from pallas_kernels.gpu.hopper.attention_tile import TILE
 
 
 class WideKeyBlocks(KeyBlocks):
     """The program of one launch: as `KeyBlocks` without dQ, but for what a compute warpgroup does."""
 
-    def scratch(self, dtype: Any) -> dict[str, Any]:
-        """Shared memory and barriers."""
-        return super().scratch(dtype) | {"exchanged": plgpu.Barrier(num_arrivals=WARPGROUPS)}
-
-    def _compute(self, block: Block, w: int) -> None:
+    def _compute(self, program: Any, w: int) -> None:
         """A compute warpgroup: dV, or dK."""
         plgpu.set_max_registers(self.config.compute_registers, action="increase")
+        block = self._block(program)
         plgpu.barrier_wait(self.chip.kv_full)
         step, smem, output, scale = (
             (self._value_step, self.chip.v_smem, self.dv, 1.0),
@@ -37,7 +35,7 @@ class WideKeyBlocks(KeyBlocks):
             return acc[...]
 
         result = pl.run_scoped(total, plgpu.ACC(smem.shape, jnp.float32))
-        self._meet()  # Both multiply by K, and one by V.
+        meet()  # Both multiply by K, and one by V.
         smem[...] = (result * scale).astype(smem.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(smem, output.at[block.batch, pl.ds(block.k_start, TILE), block.kv_head])

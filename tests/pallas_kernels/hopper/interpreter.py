@@ -1,7 +1,8 @@
-"""Mosaic GPU kernels where there is no GPU: JAX's interpreter, taught three things that attention on Hopper needs.
+"""Mosaic GPU kernels where there is no GPU: JAX's interpreter, taught four things that attention on Hopper needs.
 
-They are a product whose left factor is in registers, an accumulator that is set, and a copy to device memory that adds.
-This reaches into private modules of JAX, whose names both supported versions share.
+They are a product whose left factor is in registers, an accumulator that is set, a copy to device memory that adds, and
+the barrier at which two warpgroups of the backward meet. This reaches into private modules of JAX, whose names both
+supported versions share.
 """
 
 import contextlib
@@ -20,21 +21,29 @@ from jax._src.state import primitives as state_primitives
 from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gpu.hopper.attention_backward_tile import MEETING, WARPGROUPS
+
 ADDING = threading.Lock()
 
 
 @contextlib.contextmanager
-def interpreted() -> Iterator[None]:
-    """Within it, kernels of Mosaic GPU that are compiled run on the CPU."""
+def interpreted(*, detect_races: bool = False) -> Iterator[None]:
+    """Within it, kernels of Mosaic GPU that are compiled run on the CPU; `races_found` says what a detection found."""
     interpreter = jaxpr_interpret.JaxprInterpreter
     with (
-        mock.patch.object(interpreter, "_interpret_wgmma_ref_p", _wgmma(interpreter._interpret_wgmma_ref_p)),
+        mock.patch.object(interpreter, "_interpret_wgmma_ref_p", _wgmma),
+        mock.patch.object(interpreter, "_interpret_inline_mgpu_p", _meet),
         mock.patch.object(primitives, "wgmma_accumulator_store", _set),
         mock.patch.object(gpu_callbacks, "copy_smem_to_gmem", _copy_or_add(gpu_callbacks.copy_smem_to_gmem)),
         mock.patch.object(shared_memory.Barrier, "deallocate", _deallocate(shared_memory.Barrier.deallocate)),
-        plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()),
+        plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races)),
     ):
         yield
+
+
+def races_found() -> bool:
+    """Whether accesses of two warpgroups in no order were found by what was interpreted last, one of them a write."""
+    return bool(gpu_callbacks.get_races().races_found)
 
 
 def _reader(key: Any, transforms: Any) -> tuple[Any, Any]:
@@ -48,31 +57,51 @@ def _set(accumulator: Any, value: Any) -> None:
     state_primitives.ref_set(accumulator, (), value)
 
 
-def _wgmma(original: Any) -> Any:
-    def interpret(self: Any, eqn: Any, token: Any, get_invals: Any) -> Any:
-        if isinstance(eqn.invars[1].aval, state_types.AbstractRef):
-            return original(self, eqn, token, get_invals)
-        acc, a, b, *leaves = get_invals()
-        trees = (eqn.params[f"{name}_transforms_tree"] or jax.tree.structure([]) for name in ("acc", "a", "b"))
-        transforms = jax.tree.unflatten(jax.tree_util.treedef_tuple(tuple(trees)), leaves)
-        acc, acc_transforms = jaxpr_interpret.resolve_ref(eqn.invars[0].aval, acc, transforms[0])
-        b, b_transforms = jaxpr_interpret.resolve_ref(eqn.invars[2].aval, b, transforms[2])
-        multiply = functools.partial(_multiply, thread=self.thread)
-        refs = {"acc": acc, "acc_transforms": acc_transforms, "b": b, "b_transforms": b_transforms}
-        token = callback.io_callback(multiply, gpu_callbacks.TOKEN_SHAPE_DTYPE, token=token, a=a, **refs)
-        return token, []
+def _meet(self: Any, eqn: Any, token: Any, _: Any) -> tuple[Any, list[Any]]:
+    """The one function in the machine's own code: the others that there are have no interpretation here."""
+    assert eqn.params["mgpu_fn"].__name__ == "meet"
+    commit = functools.partial(callback.io_callback, gpu_callbacks.commit_smem, gpu_callbacks.TOKEN_SHAPE_DTYPE)
+    token = commit(token=token, mesh_location=self.mesh_location, thread=self.thread)
+    place, threads = (token, self.mesh_location, self.thread, MEETING), 128 * WARPGROUPS
+    return gpu_callbacks.call_named_barrier(*place, num_threads=threads, sync=True), []
 
-    return interpret
+
+def _wgmma(self: Any, eqn: Any, token: Any, get_invals: Any) -> Any:
+    acc, a, b, *leaves = get_invals()
+    trees = (eqn.params[f"{name}_transforms_tree"] or jax.tree.structure([]) for name in ("acc", "a", "b"))
+    transforms = jax.tree.unflatten(jax.tree_util.treedef_tuple(tuple(trees)), leaves)
+    refs = zip(eqn.invars, (acc, a, b), transforms, strict=False)
+    operands = dict(zip(("acc", "a", "b"), (_resolved(*ref) for ref in refs), strict=True))
+    multiply = functools.partial(_multiply, source_info=eqn.source_info)
+    operands |= {"token": token, "thread": self.thread}
+    return callback.io_callback(multiply, gpu_callbacks.TOKEN_SHAPE_DTYPE, **operands), []
+
+
+def _resolved(variable: Any, value: Any, transforms: Any) -> Any:
+    """What an operand is read by, if it is in memory; it is itself in registers."""
+    in_memory = isinstance(variable.aval, state_types.AbstractRef)
+    return jaxpr_interpret.resolve_ref(variable.aval, value, transforms) if in_memory else value
 
 
 @gpu_callbacks.fail_on_exception
-def _multiply(*, token: Any, thread: Any, acc: Any, acc_transforms: Any, a: Any, b: Any, b_transforms: Any) -> Any:
+def _multiply(*, token: Any, thread: Any, acc: Any, a: Any, b: Any, source_info: Any) -> Any:
     memory = gpu_callbacks._get_shared_memory()
-    b_content, _, _ = memory.get_buffer_content(*_reader(b, b_transforms), thread, logging_info=None)
-    target = _reader(acc, acc_transforms)
-    content, _, _ = memory.get_buffer_content(*target, thread, logging_info=None)
-    product = np.matmul(np.asarray(a), b_content, dtype=content.dtype)
-    memory.store_buffer_content(*target, content + product, thread, logging_info=None)
+
+    def content(operand: Any) -> Any:
+        if not isinstance(operand, tuple):
+            return np.asarray(operand)
+        reader = _reader(*operand)
+        found, _, clock = memory.get_buffer_content(*reader, thread, logging_info=None)
+        if memory.detect_races:
+            # The matrix units see what was committed; a later write has to come after what the warpgroup has done.
+            for seen in (clock.async_smem_clock, clock.generic_clock):
+                gpu_callbacks.get_races().check_read(thread, seen, *reader, source_info=source_info)
+        return found
+
+    target = _reader(*acc)
+    total, _, _ = memory.get_buffer_content(*target, thread, logging_info=None)
+    product = np.matmul(content(a), content(b), dtype=total.dtype)
+    memory.store_buffer_content(*target, total + product, thread, logging_info=None)
     return token
 
 
