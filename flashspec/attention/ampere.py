@@ -49,7 +49,7 @@ def _settings_refusals(request: AttentionRequest) -> tuple[str, ...]:
         reasons["forward"] = _copying(request, given.forward).refusals(shape, memory)
     if given.backward is not None and backward(request) == "ampere":
         config = _copying(request, given.backward)
-        reasons["backward"] = config.refusals(shape, memory, deterministic=given.deterministic)
+        reasons["backward"] = config.refusals(shape, memory, deterministic=_deterministic(request))
     return tuple(f"the {name} settings given: {reason}" for name in reasons for reason in reasons[name])
 
 
@@ -62,7 +62,7 @@ def launch_config(request: AttentionRequest) -> Mapping[str, int]:
     """Launch settings of forward and backward, for the plan."""
     settings = {name: int(value) for name, value in dataclasses.asdict(_forward_config(request)[0]).items()}
     if backward(request) == "ampere":
-        others = dataclasses.asdict(_backward_config(request)[0]) | {"deterministic": _settings(request).deterministic}
+        others = dataclasses.asdict(_backward_config(request)[0]) | {"deterministic": _deterministic(request)}
         settings |= {f"backward_{name}": int(value) for name, value in others.items()}
     return settings
 
@@ -120,7 +120,7 @@ def _program(kernels: Kernels, request: AttentionRequest, mask: AttentionMask) -
         _forward_config(request)[0],
         _backward_config(request)[0] if native else None,
         _padded_shape(request)[-2:],
-        _settings(request).deterministic,
+        _deterministic(request),
     )
 
 
@@ -158,13 +158,23 @@ def _forward_config(request: AttentionRequest) -> tuple[ForwardConfig, str]:
 
 def _backward_config(request: AttentionRequest) -> tuple[BackwardConfig, str]:
     """As `_forward_config`, of the backward."""
-    shape, given = _padded_shape(request), _settings(request)
-    facts = {"bulk": _bulk(request), "deterministic": given.deterministic}
+    shape, deterministic = _padded_shape(request), _deterministic(request)
     memory = shared_memory(request.compute_capability)
-    heuristic = functools.partial(attention_backward_config.heuristic, shape, memory, **facts)
-    key = tuning.key_of(request, shape, given.deterministic)
-    found, source = tuning.choose(BACKWARD, request.device_kind, key, given.backward, heuristic)
+    heuristic = functools.partial(
+        attention_backward_config.heuristic, shape, memory, bulk=_bulk(request), deterministic=deterministic
+    )
+    key = tuning.key_of(request, shape, deterministic)
+    found, source = tuning.choose(BACKWARD, request.device_kind, key, _settings(request).backward, heuristic)
     return _copying(request, found), source
+
+
+def _deterministic(request: AttentionRequest) -> bool:
+    """Whether dQ has a kernel of its own: where that is asked for, or where nothing else fits into shared memory."""
+    given, shape, memory = _settings(request), _padded_shape(request), shared_memory(request.compute_capability)
+    if given.deterministic or given.backward is not None or backward(request) != "ampere":
+        return given.deterministic
+    config = attention_backward_config.heuristic(shape, memory, bulk=_bulk(request))
+    return bool(config.refusals(shape, memory, deterministic=False))
 
 
 def _bulk(request: AttentionRequest) -> bool:

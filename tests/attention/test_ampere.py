@@ -91,6 +91,13 @@ def test_gpus_before_and_after() -> None:
         assert any("runs on cuda of compute capability 8.0 or more" in reason for reason in reasons) == refused
 
 
+def test_dq_has_its_own_kernel_where_memory_is_short() -> None:
+    """A GPU with a copy engine and 99 KB: staging a block of dQ does not fit at H = 128."""
+    request = dataclasses.replace(plan().request, platform="cuda", compute_capability="12.0")
+    assert ampere.launch_config(request)["backward_deterministic"] == 1
+    assert ampere.launch_config(dataclasses.replace(request, H=64, Hv=64))["backward_deterministic"] == 0
+
+
 # Settings.
 
 

@@ -13,6 +13,7 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.ampere.attention_backward_config import BackwardConfig
+from pallas_kernels.gpu.ampere.attention_backward_halves import HalfQueryBlocks
 from pallas_kernels.gpu.ampere.attention_backward_keys import KeyBlocks
 from pallas_kernels.gpu.ampere.attention_backward_queries import QueryBlocks
 from pallas_kernels.gpu.ampere.attention_tile import compiler_params, flat, whole
@@ -79,13 +80,13 @@ def attention_backward(
             q_ranges=segment_ranges(q_ids, kv_ids, config.tile_q) if deterministic else None,
             kv_ranges=segment_ranges(kv_ids, q_ids, config.keys),
         )
-    facts = Scores(shape, mask, scale, soft_cap)
+    facts, keys = Scores(shape, mask, scale, soft_cap), HalfQueryBlocks if config.halves else KeyBlocks
     if deterministic:
         (dq,) = _launch(QueryBlocks(facts, config), operands, operands.q)
-        dk, dv = _launch(KeyBlocks(facts, config), operands, operands.k, operands.v)
+        dk, dv = _launch(keys(facts, config), operands, operands.k, operands.v)
     else:
         total = jax.new_ref(jnp.zeros(operands.q.shape, jnp.float32))
-        dk, dv = _launch(KeyBlocks(facts, config, total), operands, operands.k, operands.v)
+        dk, dv = _launch(keys(facts, config, total), operands, operands.k, operands.v)
         dq = (jax.freeze(total) * scale).astype(query.dtype)
     return dq.reshape(query.shape), dk.reshape(key.shape), dv.reshape(value.shape)
 

@@ -20,6 +20,8 @@ class BackwardConfig:
       tile_q: queries of a thread block that sums dQ alone, 64 or 128.
       block_kv: keys that meet them at once, 16, 32 or 64.
       section: heads, over the batch, that are worked on together.
+      halves: whether each of two warpgroups scores all keys with half of the queries and sums one of dK and dV, instead
+        of both for half of the keys.
       bulk: whether tiles are copied, and parts of dQ added, by the copy engine (from compute capability 9.0 on).
     """
 
@@ -30,6 +32,7 @@ class BackwardConfig:
     block_kv: int = 32
     section: int = 8
     bulk: bool = False
+    halves: bool = False
 
     def __post_init__(self) -> None:
         for name, legal, expected in (
@@ -57,8 +60,9 @@ class BackwardConfig:
     def key_block_bytes(self, shape: AttentionShape, *, fused: bool) -> int:
         """Bytes of shared memory of a thread block that sums dK and dV, and with `fused` its part of dQ."""
         tiles = 2 * (self.keys + self.stages * self.block_q) * (shape.H + shape.Hv)
-        exchange = 2 * self.keys * self.block_q + (4 * self.block_q * shape.H if self.bulk else 0)
-        return tiles + (exchange if fused else 0) + RESERVED
+        exchanged = 2 * self.keys * self.block_q
+        dq = exchanged + (4 * self.block_q * shape.H if self.bulk else 0) if fused else 0
+        return tiles + dq + (exchanged * (1 if fused else 2) if self.halves else 0) + RESERVED
 
     def query_block_bytes(self, shape: AttentionShape) -> int:
         """Bytes of shared memory of a thread block that sums dQ alone."""
@@ -75,11 +79,13 @@ class BackwardConfig:
         key_bytes = self.key_block_bytes(shape, fused=not deterministic)
         query_bytes = self.query_block_bytes(shape) if deterministic else 0
         # Per thread: the sums, and the scores and their gradient of one step.
-        registers = (shape.H + shape.Hv) // 2 + self.block_q
+        sums = max(shape.H, shape.Hv) if self.halves else (shape.H + shape.Hv) // 2
+        registers = sums + self.block_q
         query_registers = self.tile_q * (shape.H + 2 * self.block_kv) // 128 if deterministic else 0
         columns = not deterministic and self.warpgroups == 2 and self.block_q == 64
         rules = (
             (key_bytes > memory, f"dK and dV: {key_bytes} bytes of shared memory are more than {memory}"),
+            (self.halves and self.warpgroups == 1, "halves are for two warpgroups"),
             (query_bytes > memory, f"dQ: {query_bytes} bytes of shared memory are more than {memory}"),
             (registers > 192, f"block_q = {self.block_q} does not fit the registers at H = {shape.H}"),
             (query_registers > 208, f"block_kv = {self.block_kv} does not fit the registers at H = {shape.H}"),

@@ -166,21 +166,33 @@ class KeyBlocks:
             self.copies.wait(self._barrier("v"))
         full_count, count = block.full_end - block.full_begin, block.end - block.begin
         step = functools.partial(self._step, block, w, s.G * count)
-        sums = (full((TILE, s.H), 0, MATRIX), full((TILE, s.Hv), 0, MATRIX))
+        sums = self._sums(w)
         if self.facts.unmasked(c.keys):
             full_count = count
         sums = lax.fori_loop(0, s.G * full_count, functools.partial(step, False), sums)
         if not self.facts.unmasked(c.keys):
             sums = lax.fori_loop(s.G * full_count, s.G * count, functools.partial(step, True), sums)
-        dk, dv = sums
+        self._store(block, w, sums)
+        if self.fused and c.bulk:
+            plgpu.wait_smem_to_gmem(0)
+
+    def _sums(self, w: int) -> tuple[Any, ...]:
+        """What a warpgroup sums, before the first block."""
+        return full((TILE, self.shape.H), 0, MATRIX), full((TILE, self.shape.Hv), 0, MATRIX)
+
+    def _store(self, block: Block, w: int, sums: tuple[Any, ...]) -> None:
+        """Write what a warpgroup has summed."""
+        s, (dk, dv) = self.shape, sums
         rows = pl.ds(block.k_start + w * TILE, TILE)
         for output, total, size in ((self.dk, dk * self.facts.scale, s.H), (self.dv, dv, s.Hv)):
             target = output.at[block.batch, rows, pl.ds(block.kv_head * size, size)]
             target[...] = total.astype(output.dtype)
-        if self.fused and c.bulk:
-            plgpu.wait_smem_to_gmem(0)
 
-    def _step(self, block: Block, w: int, count: Any, masked: bool, t: Any, sums: tuple[Any, Any]) -> tuple[Any, Any]:
+    def _copy_next(self, block: Block, w: int, t: Any, count: Any) -> None:
+        """Start the copies of the block after the t-th, if there is one."""
+        pl.when(t + 1 < count)(functools.partial(self._copy, block, w, t + 1))
+
+    def _step(self, block: Block, w: int, count: Any, masked: bool, t: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         """One block of queries."""
         c, mine, (dk, dv) = self.config, pl.ds(w * TILE, TILE), sums
         slot = lax.rem(t, c.stages)
@@ -193,7 +205,7 @@ class KeyBlocks:
             self.copies.wait(None)
         self._meet()  # all warps see this block, and are done with the one before it
         if c.stages == 2:
-            pl.when(t + 1 < count)(functools.partial(self._copy, block, w, t + 1))
+            self._copy_next(block, w, t, count)
         q, do = self.chip.q_smem.at[slot], self.chip.do_smem.at[slot]
         if c.bulk:
             self.copies.wait(self._barrier("q", slot))
@@ -213,14 +225,15 @@ class KeyBlocks:
         dk = add_product(dk, ds, q)
         if c.stages == 1:
             self._meet()
-            pl.when(t + 1 < count)(functools.partial(self._copy, block, w, t + 1))
+            self._copy_next(block, w, t, count)
         return dk, dv
 
     def _hide(self, p: Any, block: Block, k_start: Any, q_start: Any) -> Any:
         """P^T with 0 for hidden pairs."""
-        span = self.facts.queries_of_keys(block.row, k_start, TILE)
-        row_ids = load_ids(self.gmem.kv_ids, block.batch, k_start, TILE, ROW)
-        column_ids = load_ids(self.gmem.q_ids, block.batch, q_start, self.config.block_q, COLUMN)
+        keys, queries = p.shape
+        span = self.facts.queries_of_keys(block.row, k_start, keys)
+        row_ids = load_ids(self.gmem.kv_ids, block.batch, k_start, keys, ROW)
+        column_ids = load_ids(self.gmem.q_ids, block.batch, q_start, queries, COLUMN)
         return hide(p, span, q_start, row_ids, column_ids)
 
     def _add(self, block: Block, w: int, head: Any, q_start: Any) -> None:

@@ -17,10 +17,11 @@ TILE = 64  # rows of one mma over the four warps of a warpgroup, 16 to a warp
 MATRIX, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
-def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+def tiled(shape: tuple[int, ...], dtype: Any, row_bytes: int | None = None) -> Any:
     """Shared memory in rows of `ROW_BYTES`, swizzled: `ldmatrix` reads them without bank conflicts either way round."""
-    columns = ROW_BYTES // jnp.dtype(dtype).itemsize
-    transforms: tuple[Any, ...] = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(ROW_BYTES))  # type: ignore[abstract]
+    row_bytes = row_bytes or ROW_BYTES
+    columns = row_bytes // jnp.dtype(dtype).itemsize
+    transforms: tuple[Any, ...] = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(row_bytes))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
@@ -67,13 +68,19 @@ def right(ref: Any) -> Any:
     return plgpu.load(ref, layout=plgpu.Layout.MMA_RHS(ref.dtype))
 
 
-def scores(x: Any, y: Any) -> Any:
-    """x y^T of two tiles in shared memory, [m, h] and [n, h]."""
-    total = full((x.shape[0], y.shape[0]), 0, MATRIX)
+def in_registers(x: Any) -> tuple[Any, ...]:
+    """A tile in shared memory as left operands of a few columns each, for `scores`."""
     width = ROW_BYTES // jnp.dtype(x.dtype).itemsize
-    for i in range(0, x.shape[1], width):
-        columns = pl.ds(i, width)
-        total = plgpu.mma(total, left(x.at[:, columns]), right(y.at[:, columns].transpose((1, 0))))
+    return tuple(left(x.at[:, pl.ds(i, width)]) for i in range(0, x.shape[1], width))
+
+
+def scores(x: Any, y: Any) -> Any:
+    """x y^T of tiles [m, h] and [n, h] in shared memory, or with x `in_registers`."""
+    parts = x if isinstance(x, tuple) else in_registers(x)
+    total = full((parts[0].shape[0], y.shape[0]), 0, MATRIX)
+    for i, part in enumerate(parts):
+        columns = pl.ds(i * part.shape[1], part.shape[1])
+        total = plgpu.mma(total, part, right(y.at[:, columns].transpose((1, 0))))
     return total
 
 

@@ -26,6 +26,7 @@ from tests.pallas_kernels.hopper.test_attention_backward import TOLERANCE, Case,
 
 FORWARD = ForwardConfig(64, 64, 2, 1, bulk=True)
 ONE_STAGE = ForwardConfig(128, 32, 1, 1, bulk=True)
+IN_TURNS = ForwardConfig(64, 64, 2, 1, bulk=True, warpgroups=2)
 BACKWARD = BackwardConfig(64, 2, 2, 64, 32, 1, bulk=True)
 ONE_WARPGROUP = BackwardConfig(64, 1, 1, 64, 32, 1, bulk=True)
 
@@ -72,6 +73,10 @@ CALLS = {
     "causal, grouped": Call(CAUSAL),
     "window and lengths, traced, one stage": Call(WINDOW, ONE_STAGE, traced=True, sinks=True),
     "statistics of segments and a soft cap": Call(SEGMENTS, statistics=True),
+    "window and lengths, in turns": Call(WINDOW, IN_TURNS, traced=True, sinks=True),
+    "causal, in turns": Call(CAUSAL, IN_TURNS),
+    "full, in turns": Call(Case(T=128, S=256), dataclasses.replace(IN_TURNS, block_kv=32)),
+    "segments, in turns": Call(SEGMENTS, IN_TURNS, statistics=True),
     "nothing visible": Call(Case(T=64, S=64, right=0, q_start=-100)),
     "statistics with a sink": Call(CAUSAL, ONE_STAGE, sinks=True, statistics=True),
 }
@@ -169,6 +174,9 @@ TALL = Case(T=128, S=64, N=2, right=0, q_start=-30)
 BACKWARDS: dict[str, tuple[Case, BackwardConfig, bool, bool]] = {  # case, config, deterministic, static
     "two warpgroups, columns": (WIDE, BACKWARD, False, True),
     "two warpgroups, queries": (CAUSAL, dataclasses.replace(BACKWARD, block_q=128), False, True),
+    "halves, columns": (WIDE, dataclasses.replace(BACKWARD, halves=True), False, True),
+    "halves, queries": (CAUSAL, dataclasses.replace(BACKWARD, block_q=128, halves=True), False, True),
+    "halves, deterministic": (WIDE, dataclasses.replace(BACKWARD, halves=True, stages=1), True, True),
     "one warpgroup": (TALL, ONE_WARPGROUP, False, True),
     "deterministic": (CAUSAL, ONE_WARPGROUP, True, True),
     "deterministic, two warpgroups": (WIDE, BACKWARD, True, True),
