@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +67,9 @@ def _tool(name: str) -> str | None:
     return next(found, None) or shutil.which(name)
 
 
-def reports(names: Iterable[str]) -> dict[str, list[Report]]:
-    """Compile variants in a process of their own; the kernels of each by its name."""
-    command = [sys.executable, "-m", "tests.pallas_kernels.hopper.sass", *names]
+def reports(names: Iterable[str], module: str = "tests.pallas_kernels.hopper.sass") -> dict[str, list[Report]]:
+    """Compile variants, of a module like this one, in a process of their own; the kernels of each by its name."""
+    command = [sys.executable, "-m", module, *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=TIMEOUT)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
@@ -198,6 +198,37 @@ def _matmul(rows: int, tail: str, make: Make) -> Any:
     return functools.partial(_named, kernel, tuple(arrays), options), tuple(arrays.values())
 
 
+def _decode_block(rows: int, products: int, options: bool, make: Make) -> Any:
+    """A call with the first so many products; or with the last one, where that is asked for as -1."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.gpu.hopper import decode_block_config as block
+    from pallas_kernels.gpu.hopper.decode_block import decode_block
+
+    shape = block.BlockShape(rows, 4096, 14336, block.Heads(8, 4, 128))
+    names = block.PRODUCTS[:products] if products > 0 else block.PRODUCTS[products:]
+    how = {"biased": options, "head_norms": options, "unit_offset": options}
+    plan = block.BlockPlan(shape, block.heuristic(shape, 132), names, 1e-5, activation=jax.nn.silu, **how)
+    given = block.BlockOperands(
+        make((rows, shape.matrix(names[0])[0]), jnp.bfloat16),
+        tuple(make(shape.matrix(name), jnp.bfloat16) for name in names),
+        make((plan.row_groups * block.TOGETHER, 4096), jnp.bfloat16),
+        (make((4096,), jnp.bfloat16),) * 2,
+        block.Places(*[make((rows,), jnp.int32)] * 2, *[make((rows, 64), jnp.float32)] * 2),
+        make((6144,), jnp.bfloat16) if options else None,
+        (make((128,), jnp.bfloat16),) * 2 if options else (),
+    )
+
+    def call(given: Any, *held: Any) -> Any:
+        key, value, counts = refs = tuple(map(jax.new_ref, held))
+        out = decode_block(plan, given._replace(key=key, value=value, counts=counts))
+        return out.residual, out.query, *map(jax.freeze, refs)
+
+    cache = make((2, 2048, 8, 128), jnp.bfloat16)
+    return call, (given, cache, cache, make(block.COUNTS, jnp.int32))
+
+
 def _named(function: Callable[..., Any], names: tuple[str, ...], options: dict[str, Any], *arrays: Any) -> Any:
     return function(**dict(zip(names, arrays, strict=True)), **options)
 
@@ -225,6 +256,10 @@ VARIANTS: dict[str, Variant] = {
         for rows in (16, 256, 8192)
         for tail in ("bias", "gated", "residual")
     },
+    **{f"decode block {rows}": functools.partial(_decode_block, rows, 4, False) for rows in (1, 9)},
+    "decode block 8, all options": functools.partial(_decode_block, 8, 4, True),
+    "decode block 1, the first call": functools.partial(_decode_block, 1, -1, False),
+    "decode block 16, the last call": functools.partial(_decode_block, 16, 3, False),
     PLANTED: _wide_tiles,
 }
 
@@ -232,8 +267,15 @@ VARIANTS: dict[str, Variant] = {
 # In the process that compiles.
 
 
-def main(names: list[str]) -> None:
-    """Compile variants and print what came of them."""
+def main(names: list[str], variants: Mapping[str, Variant] = VARIANTS, compile_one: Any = None) -> None:
+    """Compile variants and print what came of them.
+
+    Args:
+      names: of the variants; all where it is empty.
+      variants: by name.
+      compile_one: compiles a variant by its name; for an H200 by default.
+    """
+    compile_one = compile_one or (lambda name: compile_variant(variants[name], TARGET))
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {
             "JAX_PLATFORMS": "cpu",
@@ -245,31 +287,31 @@ def main(names: list[str]) -> None:
         }
         paths = {str(Path(found).parent) for found in (_tool("ptxas"), _tool("nvdisasm")) if found}
         os.environ["PATH"] = os.pathsep.join([*paths, os.environ.get("PATH", "")])
-        for name in names or VARIANTS:
-            _compile(VARIANTS[name])
+        for name in names or variants:
+            compile_one(name)
             for report in _read(name, Path(folder)):
                 print(json.dumps(dataclasses.asdict(report)), flush=True)
             for file in Path(folder).iterdir():
                 file.unlink()  # a pass log takes up to 170 MB
 
 
-def _compile(variant: Variant) -> None:
+def compile_variant(variant: Variant, target: Path) -> None:
+    """Compile a variant for the GPU that a file describes."""
     import jax
 
-    sharding = _sharding()
+    sharding = _sharding(target)
     function, arguments = variant(lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
     jax.jit(function).lower(*arguments).compile()
 
 
 @functools.cache
-def _sharding() -> Any:
+def _sharding(target: Path) -> Any:
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    device = topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology="1x1x1").devices[
-        0
-    ]
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target.read_text(), topology="1x1x1")
+    device = topology.devices[0]
     return NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
 
 

@@ -1,0 +1,74 @@
+"""How the programs of the decoder step on Hopper share out a product, and where their sums lie.
+
+A product of few rows with a large matrix is as fast as the matrix can be read. Its work is cut into units, blocks of
+`block_inputs` x `BLOCK_OUTPUTS` weights, that lie in one line, down the inputs of one tile of outputs after the other.
+Every program takes an equal run of that line, so a tile may be summed by several programs: the part of program p of
+tile t lies in place p + t, which no two parts share. Whoever reads the product adds up the parts of a tile in order.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+BLOCK_OUTPUTS = 128  # of a unit: 64 for each of two warpgroups
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Which program does which units, and where its sums lie.
+
+    Args:
+      inputs, outputs: of the matrix, multiples of those of a unit.
+      block_inputs: of a unit.
+      programs: thread blocks that share the work, at most as many as there are units.
+    """
+
+    inputs: int
+    outputs: int
+    block_inputs: int
+    programs: int
+
+    @property
+    def blocks(self) -> int:
+        """Units of a tile."""
+        return self.inputs // self.block_inputs
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of outputs."""
+        return self.outputs // BLOCK_OUTPUTS
+
+    @property
+    def units(self) -> int:
+        """Units of all tiles."""
+        return self.blocks * self.tiles
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Units of every program, and how many programs have one more; these come first."""
+        return divmod(self.units, self.programs)
+
+    @property
+    def places(self) -> int:
+        """Places of parts; some stay empty."""
+        return self.programs + self.tiles - 1
+
+    @property
+    def most_parts(self) -> int:
+        """The most programs that share a tile."""
+        unit = np.arange(self.tiles) * self.blocks
+        return int((self.program_of(unit + self.blocks - 1) - self.program_of(unit)).max()) + 1
+
+    def program_of(self, unit: Any, div: Any = np.floor_divide) -> Any:
+        """The program that a unit belongs to.
+
+        Args:
+          unit: its number, or an array of them.
+          div: division of two numbers that are not negative; numpy's, or that of a kernel.
+        """
+        least, more = self.share
+        ahead = more * (least + 1)  # units of the programs that have one more
+        xp: Any = np if isinstance(unit, int | np.integer | np.ndarray) else jnp
+        return xp.where(unit < ahead, div(unit, least + 1), more + div(xp.maximum(unit - ahead, 0), least))
