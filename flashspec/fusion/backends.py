@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from flashspec.fusion import hopper, tpu
+from flashspec.fusion import decode_block_hopper, hopper, tpu
 from flashspec.fusion.reference import reference_epilogue
 from flashspec.fusion.request import EpilogueOperands, EpilogueRequest
 from flashspec.fusion.xla import xla_epilogue
@@ -46,6 +46,13 @@ def _hopper_kernels() -> hopper.Kernels:
     from pallas_kernels.gpu.hopper.matmul_epilogue_rows import matmul_epilogue_rows
 
     return hopper.Kernels(matmul_epilogue, matmul_epilogue_rows)
+
+
+def decode_block_kernel() -> decode_block_hopper.Kernel:
+    """Imported when first used, so that `import flashspec` stays quick."""
+    from pallas_kernels.gpu.hopper.decode_block import decode_block
+
+    return decode_block
 
 
 def _tpu_kernel() -> Callable[..., jax.Array]:

@@ -25,7 +25,7 @@ from pallas_kernels.gpu.hopper.decode_block_config import (
     heuristic,
     refusals,
 )
-from pallas_kernels.gpu.hopper.decode_block_split import BLOCK_OUTPUTS, Split
+from pallas_kernels.gpu.hopper.decode_block_split import Split
 from tests.mutants import mutant
 from tests.pallas_kernels.hopper.interpreter import interpreted
 
