@@ -29,8 +29,9 @@ TAILS: Mapping[str, dict[str, Any]] = {
     "bias + SiLU": {"activation": "silu"},
     "gated SiLU": {"activation": "silu", "gated": True},
 }
-# With its own matrix products switched off, XLA calls cuBLASLt and gives it what tail that library has.
 KERNELS = ("hopper", "tpu")
+DECODER = "gate and value in one array"  # as a decoder stores them
+# With its own matrix products switched off, XLA calls cuBLASLt and gives it what tail that library has.
 CUBLASLT = {"xla_gpu_enable_triton_gemm": False}
 AT_LEAST = 0.99  # of the speed of XLA's best, in every row
 OVER_AS_WRITTEN = 1.10  # times the speed of the chain as XLA fuses it, at the most rows with GELU
@@ -126,6 +127,12 @@ def chain(activation: str, x: Array, w: Array, bias: Array | None = None, gate: 
     return ACTIVATIONS[activation](z) if gate is None else ACTIVATIONS[activation](product(x, gate)) * z
 
 
+def one_product(activation: str, x: Array, pair: Array) -> Array:
+    """The gated chain as a decoder has it: gate and value [inputs, 2, outputs] in one product."""
+    both = product(x, pair.reshape(pair.shape[0], -1)).reshape(x.shape[0], *pair.shape[1:])
+    return ACTIVATIONS[activation](both[:, 0]) * both[:, 1]
+
+
 def product(x: Array, w: Array) -> Array:
     """x @ w as a user gets it: 16-bit results of 16-bit operands, and all digits of float32."""
     return jnp.matmul(x, w, precision="highest" if x.dtype.itemsize > 2 else None)
@@ -153,6 +160,11 @@ def programs(case: Case) -> dict[str, Call]:
     kernel = case.kernel()
     if kernel is not None:
         builders[f"matmul_epilogue, {kernel}"] = library(kernel)
+    if "gate" in operands:
+        pair = jnp.stack([operands["gate"], operands["w"]], axis=1)
+        ours = functools.partial(matmul_epilogue, activation=case.activation, implementation=kernel or "xla")
+        for name, function in (("XLA", functools.partial(one_product, case.activation)), (kernel or "xla", ours)):
+            builders[f"{DECODER}, {name}"] = functools.partial(compile_call, function, operands["x"], pair)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         return dict(zip(builders, pool.map(lambda build: build(), builders.values()), strict=True))
 
@@ -226,7 +238,7 @@ def judge_case(job: Job, case: Case, calls: Mapping[str, Call], times: Interleav
     if kernel is None or job.smoke:
         return
     ours = f"matmul_epilogue, {kernel}"
-    others = [name for name in calls if name not in (ours, "step by step")]
+    others = [name for name in calls if name not in (ours, "step by step") and not name.startswith(DECODER)]
     bars = {min(others, key=lambda name: times.timings[name].steady_s): AT_LEAST}
     if case.rows == max(SIZES["gpu"][0]) and case.activation == "gelu_tanh":
         bars["XLA, as written"] = OVER_AS_WRITTEN

@@ -34,7 +34,8 @@ def matmul_epilogue(
 
     Args:
       x: [..., C], bfloat16, float16, float32 or (in 64-bit mode) float64.
-      w: [C, F], in the dtype of x.
+      w: [C, F], in the dtype of x; or [C, 2, F], of which the first is the gate's and the second those that it gates,
+        as decoders store them: no kernel of "hopper" copies them apart.
       bias: [F], any of these dtypes.
       activation: phi: "gelu_tanh", "gelu_exact", "silu", "relu", "sigmoid", "tanh", jax's own function of that kind
         ("gelu" is its tanh form, as in jax), any other elementwise function, or None for none. Other functions run

@@ -99,7 +99,7 @@ def hopper_epilogue(kernels: Kernels, request: EpilogueRequest, operands: Epilog
 
 def _on_one_device(kernels: Kernels, request: EpilogueRequest, operands: EpilogueOperands) -> Array:
     """The kernel that suits the sizes; or XLA where a part of a split call is none that the kernels take."""
-    (rows, inputs), outputs = operands.x.shape, operands.w.shape[1]
+    (rows, inputs), outputs = operands.x.shape, operands.w.shape[-1]
     if kernel_refusals(dataclasses.replace(request, rows=rows, inputs=inputs, outputs=outputs)):
         return xla_epilogue(request, operands)
     padded = rows if rows <= ROWS else round_up(rows, ROWS)

@@ -8,6 +8,7 @@ from flashspec.fusion.request import EpilogueOperands, EpilogueRequest
 
 def reference_epilogue(request: EpilogueRequest, operands: EpilogueOperands) -> jax.Array:
     """phi(x W + b), or phi(x W_g + b_g) * (x W + b); + residual; rounded once, at the end."""
+    operands = operands.apart()
 
     def exact(array: jax.Array) -> jax.Array:
         return array.astype(request.work_dtype)

@@ -53,6 +53,7 @@ class EpilogueRequest:
       partitioned: operand axes that are split over devices, such as "x axis 1".
       placements: of x and w on a mesh of several devices; None for one device.
       wide_options: whether a bias or the residual is of 64 bits.
+      paired: whether w has the gate in it.
     """
 
     rows: int
@@ -67,6 +68,7 @@ class EpilogueRequest:
     partitioned: tuple[str, ...] = ()
     placements: tuple[Placement | None, Placement | None] = (None, None)
     wide_options: bool = False
+    paired: bool = False
 
     @property
     def work_dtype(self) -> np.dtype:
@@ -91,11 +93,15 @@ class EpilogueOperands:
     """The arrays of a call; what is not used is None."""
 
     x: jax.Array  # [..., C]
-    w: jax.Array  # [C, F]
+    w: jax.Array  # [C, F], or the gate and it as [C, 2, F]
     bias: jax.Array | None  # [F], in its own floating dtype
     gate: jax.Array | None  # [C, F]
     gate_bias: jax.Array | None  # [F]
     residual: jax.Array | None  # [..., F]
+
+    def apart(self) -> "EpilogueOperands":
+        """The same with gate and w as two arrays."""
+        return self if self.w.ndim == 2 else dataclasses.replace(self, w=self.w[:, 1], gate=self.w[:, 0])
 
 
 def make_request(
@@ -124,7 +130,10 @@ def make_request(
     if arrays["x"].ndim < 1:
         raise fail("x", "rank 1 or more, shape [..., C]", "shape []")
     leading = arrays["x"].shape[:-1]
-    sizes = checks.shape("w", arrays["w"], "C F", {"C": arrays["x"].shape[-1]})
+    paired = arrays["w"].ndim == 3
+    if paired and arrays["gate"] is not None:
+        raise fail("gate", "None where w has the gate, [C, 2, F]", f"shape {list(arrays['gate'].shape)}")
+    sizes = checks.shape("w", arrays["w"], "C 2 F" if paired else "C F", {"C": arrays["x"].shape[-1]})
     for name, dims in (("gate", "C F"), ("bias", "F"), ("gate_bias", "F")):
         if arrays[name] is not None:
             checks.shape(name, arrays[name], dims, sizes)
@@ -136,13 +145,17 @@ def make_request(
         outputs=sizes["F"],
         dtype=arrays["x"].dtype,
         activation=activation_name(activation),
-        options=frozenset(name for name, array in arrays.items() if array is not None) - {"x", "w"},
+        options=frozenset(
+            {name for name, array in arrays.items() if array is not None} | ({"gate"} if paired else set())
+        )
+        - {"x", "w"},
         platform=platform,
         compute_capability=compute_capability,
         device_kind=device_kind,
         partitioned=partitioned,
         placements=placements,
         wide_options=any(array is not None and array.dtype.itemsize > 4 for array in arrays.values()),
+        paired=paired,
     )
     return request, EpilogueOperands(**arrays)
 

@@ -26,6 +26,7 @@ AXES: Mapping[str, str] = {
     "gate_bias": "outputs",
     "residual": "rows outputs",
 }
+PAIRED = "inputs pair outputs"  # w with the gate in it
 RESULT = "rows outputs"
 
 
@@ -44,14 +45,17 @@ def lift(
 
     def flat(operands: EpilogueOperands) -> Array:
         names = tuple(name for name in AXES if getattr(operands, name) is not None)
-        return _call(kernel, summed, names)(*(getattr(operands, name) for name in names))
+        axes = tuple(PAIRED if name == "w" and operands.w.ndim == 3 else AXES[name] for name in names)
+        return _call(kernel, summed, names, axes)(*(getattr(operands, name) for name in names))
 
     return flat
 
 
-def _call(kernel: Callable[..., Array], summed: Callable[..., Array], names: Sequence[str]) -> Callable[..., Array]:
-    """The lifted kernel over arrays of these names."""
-    split = _partitioned(kernel, summed, names)
+def _call(
+    kernel: Callable[..., Array], summed: Callable[..., Array], names: Sequence[str], axes: Sequence[str]
+) -> Callable[..., Array]:
+    """The lifted kernel over arrays of these names, with these axes."""
+    split = _partitioned(kernel, summed, names, axes)
 
     @custom_vmap
     def call(*arrays: Array) -> Array:
@@ -59,7 +63,7 @@ def _call(kernel: Callable[..., Array], summed: Callable[..., Array], names: Seq
 
     @call.def_vmap
     def _fold(size: int, batched: Sequence[bool], *arrays: Array) -> tuple[Array, bool]:
-        rows = [AXES[name].startswith("rows") for name in names]
+        rows = [sides.startswith("rows") for sides in axes]
         if any(is_batched and not has_rows for is_batched, has_rows in zip(batched, rows, strict=True)):
             return _one_by_one(call, batched, arrays), True  # each has weights of its own
 
@@ -90,7 +94,7 @@ def _operands(names: Sequence[str], arrays: Sequence[Array]) -> EpilogueOperands
 
 
 def _partitioned(
-    kernel: Callable[..., Array], summed: Callable[..., Array], names: Sequence[str]
+    kernel: Callable[..., Array], summed: Callable[..., Array], names: Sequence[str], axes: Sequence[str]
 ) -> Callable[..., Array]:
     def whole(*arrays: Array) -> Array:
         return kernel(_operands(names, arrays))
@@ -101,19 +105,18 @@ def _partitioned(
         del result
         over = dict(zip(("rows", "inputs"), _spec(arguments[0]), strict=True))
         taken = {name for axis in over.values() for name in _names(axis)}
-        over["outputs"] = tuple(name for name in _names(_spec(arguments[1])[1]) if name not in taken) or None
+        over["outputs"] = tuple(name for name in _names(_spec(arguments[1])[-1]) if name not in taken) or None
 
-        def sharding(axes: str) -> NamedSharding:
-            return NamedSharding(mesh, PartitionSpec(*(over[axis] for axis in axes.split())))
+        def sharding(sides: str) -> NamedSharding:
+            return NamedSharding(mesh, PartitionSpec(*(over.get(side) for side in sides.split())))
 
         def sum_first(*arrays: Array) -> Array:
             return summed(_operands(names, arrays), functools.partial(lax.psum, axis_name=over["inputs"]))
 
         local = sum_first if over["inputs"] else whole
-        return mesh, local, sharding(RESULT), tuple(sharding(AXES[name]) for name in names)
+        return mesh, local, sharding(RESULT), tuple(map(sharding, axes))
 
-    sides = ", ".join(AXES[name] for name in names)
-    split.def_partition(partition=partition, sharding_rule=f"{sides} -> {RESULT}")
+    split.def_partition(partition=partition, sharding_rule=f"{', '.join(axes)} -> {RESULT}")
     return split
 
 

@@ -40,6 +40,8 @@ def _split_refusals(request: EpilogueRequest) -> tuple[str, ...]:
     """Why the kernel cannot run on the parts of operands that devices have: they may split rows and outputs."""
     if request.placements == (None, None):
         return ()
+    if request.paired:
+        return ("takes the gate as an array of its own where w is split",)
     advice = "call it in `jax.shard_map`"
     layout = _layout(request)
     if layout is None:
@@ -97,6 +99,7 @@ def tpu_epilogue(
       operands: its arrays.
       interpret: as in `pl.pallas_call`.
     """
+    operands = operands.apart()
 
     def local(operands: EpilogueOperands) -> jax.Array:
         x, residual = operands.x, operands.residual

@@ -17,6 +17,7 @@ def xla_epilogue(
 
     `total` makes whole products of those of a part of the contraction.
     """
+    operands = operands.apart()
 
     def affine(weights: jax.Array, bias: jax.Array | None) -> jax.Array:
         z = total(product(operands.x, weights))

@@ -23,6 +23,7 @@ from flax import nnx
 
 from flashspec.cache import append, view
 from flashspec.checks import shape
+from flashspec.fusion import matmul_epilogue
 from flashspec.language_model import Params
 from flashspec.models.config import DecoderConfig
 from flashspec.models.rotary import frequencies, rotary_angles, rotate
@@ -35,6 +36,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
+FUSED = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # their names in `flashspec.fusion`
 
 
 def _unchanged(x: Array) -> Array:
@@ -80,11 +82,13 @@ def _kernel(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any, scale: float = 1
 class Block(nnx.Module):
     """One pre-norm decoder layer: attention and a gated MLP, each added to the residual stream."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: Any, precision: str | None):
+    def __init__(
+        self, config: DecoderConfig, rngs: nnx.Rngs, dtype: Any, precision: str | None, gated_product: str | None
+    ):
         hidden, inner, size, traits = config.hidden_size, config.intermediate_size, config.head_dim, config.traits
         branch, columns = (2 * config.num_layers) ** -0.5, (config.num_heads + 2 * config.num_kv_heads) * size
         norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype, unit_offset=traits.unit_offset)
-        self.config, self.precision = config, precision
+        self.config, self.precision, self.gated_product = config, precision, gated_product
         self.attention_norm = norm(hidden)
         self.qkv = _kernel(rngs, (hidden, columns), dtype)
         self.out = _kernel(rngs, (config.num_heads * size, hidden), dtype, branch)
@@ -116,8 +120,12 @@ class Block(nnx.Module):
 
     def mlp(self, x: Array) -> Array:
         """The gated MLP of normalised x [B,T,hidden]."""
-        gate_up = _matmul(x, self.gate_up[...], self.precision)  # [B,T,2,F]; a flat kernel would not stay split over F
-        gated = ACTIVATIONS[self.config.traits.activation](gate_up[..., 0, :]) * gate_up[..., 1, :]
+        activation, weights = self.config.traits.activation, self.gate_up[...]
+        if self.gated_product is not None:
+            gated = matmul_epilogue(x, weights, activation=FUSED[activation], implementation=self.gated_product)
+        else:
+            gate_up = _matmul(x, weights, self.precision)  # [B,T,2,F]; a flat kernel would not stay split over F
+            gated = ACTIVATIONS[activation](gate_up[..., 0, :]) * gate_up[..., 1, :]
         return _matmul(gated, self.down[...], self.precision)
 
     def __call__(
@@ -140,15 +148,23 @@ class Decoder(nnx.Module):
       dtype: of parameters, activations and keys; norms, rotations and logits are float32 at least.
       precision: of matrix products, as `jnp.matmul` takes it; None is "highest" for float32 and float64, and the
         backend's default for 16-bit floats.
+      gated_product: an implementation of `flashspec.fusion.matmul_epilogue` for the MLP's gate and what it gates, such
+        as "hopper"; None for a product whose result is rounded, and activated by what XLA makes of it.
     """
 
     def __init__(
-        self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32, precision: str | None = None
+        self,
+        config: DecoderConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: Any = jnp.float32,
+        precision: str | None = None,
+        gated_product: str | None = None,
     ):
         self.config, self.precision = config, precision
         if not config.tie_embeddings:
             self.embed = nnx.Param(jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size), dtype))
-        self.layers = nnx.List([Block(config, rngs, dtype, precision) for _ in range(config.num_layers)])
+        self.layers = nnx.List([Block(config, rngs, dtype, precision, gated_product) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, config.traits.unit_offset)
         self.head = _kernel(rngs, (config.hidden_size, config.vocab_size), dtype)
 
@@ -263,10 +279,13 @@ class Decoder(nnx.Module):
 
 
 @functools.cache
-def _graph(config: DecoderConfig, precision: str | None) -> nnx.GraphDef[Decoder]:
-    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), precision=precision)))[0]
+def _graph(config: DecoderConfig, precision: str | None, gated_product: str | None) -> nnx.GraphDef[Decoder]:
+    options = {"precision": precision, "gated_product": gated_product}
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **options)))[0]
 
 
-def merge(config: DecoderConfig, params: Params, precision: str | None = None) -> Decoder:
+def merge(
+    config: DecoderConfig, params: Params, precision: str | None = None, gated_product: str | None = None
+) -> Decoder:
     """The module that `config` describes around `params`; costs nothing inside a traced function."""
-    return nnx.merge(_graph(config, precision), params)
+    return nnx.merge(_graph(config, precision, gated_product), params)

@@ -43,6 +43,7 @@ class _Functions:
     page_size: int
     attention: Callable[..., jax.Array]
     precision: str | None
+    gated_product: str | None
     mesh: Mesh | None
 
     @property
@@ -56,13 +57,13 @@ class _Functions:
         return max(self.draft_length + 1, min(PREFILL_CHUNK, self.left + 1))
 
     def apply(self, params: Params, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        decoder = merge(self.config, params, self.precision)
+        decoder = merge(self.config, params, self.precision, self.gated_product)
         hidden, cache = decoder.step(tokens, cache, **self._ways)
         logits = decoder.logits(hidden)
         return logits if self.mesh is None else whole_logits(logits, self.mesh), cache
 
     def prefill(self, params: Params, tokens: jax.Array, num_valid: jax.Array, cache: Cache) -> Cache:
-        decoder = merge(self.config, params, self.precision)
+        decoder = merge(self.config, params, self.precision, self.gated_product)
         chunk = self.chunk if self.cache == "window" else max(tokens.shape[1], 1)
         for start in range(0, tokens.shape[1], chunk):
             part = tokens[:, start : start + chunk]
@@ -111,6 +112,7 @@ def as_language_model(
     page_size: int = 64,
     attention: Callable[..., jax.Array] = cached_attention,
     precision: str | None = None,
+    gated_product: str | None = None,
     mesh: Mesh | None = None,
 ) -> LanguageModel:
     """A decoder as generation sees it; its parameters are those of `load`, or `nnx.state(decoder, nnx.Param)`.
@@ -126,6 +128,8 @@ def as_language_model(
       page_size: positions in a page of a paged cache; each row gets pages for its whole capacity.
       attention: called as `Decoder.step` says; `cached_attention` has its arguments.
       precision: of matrix products; None is "highest" for float32 and float64.
+      gated_product: what computes the MLP's gate and what it gates as one operation, as `Decoder` says; with a mesh it
+        is XLA as ever.
       mesh: devices with the axes "data" and "model" (`decoder_mesh`) over which rows and heads are split; pass
         parameters that lie on it (`load(mesh=)` or `place`).
 
@@ -144,7 +148,17 @@ def as_language_model(
     at_least("page_size", page_size, 1)
     if mesh is not None:
         mesh = check_mesh(config, mesh)
-    own = _Functions(config, jnp.dtype(dtype), cache, draft_length, page_size, attention, precision, mesh)
+    own = _Functions(
+        config,
+        jnp.dtype(dtype),
+        cache,
+        draft_length,
+        page_size,
+        attention,
+        precision,
+        gated_product if mesh is None else None,
+        mesh,
+    )
     return LanguageModel(own.apply, own.init_cache, config.vocab_size, own.prefill)
 
 

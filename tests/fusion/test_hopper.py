@@ -28,7 +28,8 @@ def stand_in(name: str, *args: Any, config: Any, activation: Any, **options: Any
     x, w, bias = args
     operands = EpilogueOperands(x, w, bias, options["gate"], options["gate_bias"], options["residual"])
     residual = 0 if operands.residual is None else operands.residual.dtype.itemsize
-    shape = MatmulShape(x.shape[0], w.shape[1], w.shape[0], 1 if operands.gate is None else 2, residual)
+    products = 1 if operands.gate is None and w.ndim == 2 else 2
+    shape = MatmulShape(x.shape[0], w.shape[-1], w.shape[0], products, residual)
     assert not config.refusals(shape), config.refusals(shape)
     SEEN.append((name, x.shape))
     request, _ = make_request(x, w, activation=activation)
@@ -117,6 +118,51 @@ def test_weights_that_vmap_adds_go_one_by_one(standing_in: None) -> None:
     mapped = jax.vmap(lambda scale: ours(**(given | {"w": given["w"] * scale})))
     want = jnp.stack([reference(**(given | {"w": given["w"] * scale})) for scale in scales])
     assert_near(mapped(scales), want)
+
+
+def paired(given: dict[str, Any]) -> dict[str, Any]:
+    """The gate and what it gates in one array."""
+    return given | {"w": jnp.stack([given["gate"][0], given["w"]], axis=1), "gate": None}
+
+
+@pytest.mark.parametrize("implementation", ["hopper", "xla", "reference"])
+def test_a_gate_may_lie_beside_what_it_gates(implementation: str, standing_in: None) -> None:
+    given = operands()
+    call = functools.partial(matmul_epilogue, activation="silu", implementation=implementation)
+    plain = given | {"gate": given["gate"][0]}
+    assert_near(call(**paired(given)), reference(**plain))
+    assert bool(SEEN) == (implementation == "hopper")
+    swapped = paired(given | {"w": plain["gate"], "gate": (given["w"], None)})
+    with pytest.raises(AssertionError):
+        assert_near(call(**swapped), reference(**plain))
+
+    def loss(function: Any, given: dict[str, Any]) -> jax.Array:
+        return jnp.sum(jnp.sin(function(**given).astype(jnp.float32)))
+
+    got = jax.grad(functools.partial(loss, call))(paired(given))
+    want = jax.grad(functools.partial(loss, reference))(plain)
+    assert_near(got["w"], jnp.stack([want["gate"], want["w"]], axis=1))
+    assert_near(got["x"], want["x"])
+
+
+def test_a_gate_beside_what_it_gates_stays_split(standing_in: None) -> None:
+    given = paired(operands((4, 3), 256, 512))
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    specs = {"w": P(None, None, "d"), "bias": P("d"), "residual": P(None, None, "d")}
+    placed = {
+        name: None if a is None else jax.device_put(a, NamedSharding(mesh, specs.get(name, P())))
+        for name, a in given.items()
+    }
+    call = jax.jit(lambda given: ours(**given))
+    assert_near(call(placed), reference(**given))
+    assert "all-gather" not in str(call.lower(placed).compile().as_text())
+    assert SEEN[-1] == ("few", (16, 256))
+
+
+def test_two_gates_are_refused() -> None:
+    given = paired(operands()) | {"gate": operands()["gate"]}
+    with pytest.raises(ValueError, match="`gate`: expected None where w has the gate"):
+        reference(**given)
 
 
 def split(given: dict[str, Any], how: str, kind: AxisType = AxisType.Auto) -> tuple[Any, dict[str, Any]]:

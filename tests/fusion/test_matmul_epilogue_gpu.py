@@ -115,3 +115,16 @@ def test_the_plan_names_the_kernel_of_the_program(rows):
     text = call.lower(given).compile().as_text()
     assert "mosaic_gpu" in text
     assert "flashspec.fusion.hopper" in text
+
+
+@pytest.mark.skipif("not hopper()")
+@pytest.mark.parametrize("rows", [16, 1000])
+def test_a_gate_beside_what_it_gates_is_read_where_it_lies(rows):
+    """The same bits, and no copy of the weights."""
+    made = operands(rows, 1024, 14336)
+    given = {"x": made["x"], "w": made["w"], "gate": made["gate"][0]}
+    pair = jnp.stack([given["gate"], given["w"]], axis=1)
+    call = jax.jit(lambda **given: matmul_epilogue(**given, activation="silu", implementation="hopper"))
+    together = call.lower(x=given["x"], w=pair).compile()
+    np.testing.assert_array_equal(together(x=given["x"], w=pair), call(**given))
+    assert together.memory_analysis().temp_size_in_bytes < pair.nbytes // 4

@@ -82,3 +82,20 @@ def test_what_branches_add_passes_through_drop() -> None:
     nothing = decoder(jnp.asarray(TOKENS), attention=dot_product_attention, drop=jnp.zeros_like)
     rows = jnp.take(decoder.embed[...], jnp.asarray(TOKENS), axis=0)
     assert_close(nothing, decoder.logits(decoder.norm(rows)))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma 3"])
+def test_the_gated_product_as_one_operation(name: str) -> None:
+    """The same logits; with the gate in the place of what it gates, other ones."""
+    config, params = example(name)
+
+    def logits(params: nnx.State) -> jax.Array:
+        return models.merge(config, params, gated_product="xla")(jnp.asarray(TOKENS), attention=dot_product_attention)
+
+    assert_close(logits(params), full(name))
+    assert "flashspec.fusion.xla" in jax.jit(logits).lower(params).as_text(debug_info=True)
+    swapped = jax.tree.map_with_path(
+        lambda path, x: x[:, ::-1] if "gate_up" in jax.tree_util.keystr(path) else x, params
+    )
+    with pytest.raises(AssertionError):
+        assert_close(logits(swapped), full(name))

@@ -27,6 +27,7 @@ from pallas_kernels.gpu.hopper.matmul_epilogue_config import (
     WARPGROUPS,
     MatmulEpilogueConfig,
     MatmulShape,
+    weights_and_columns,
 )
 
 MATRIX, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
@@ -47,7 +48,7 @@ def matmul_epilogue(
 
     Args:
       x: [M, K], bfloat16 or float16.
-      w: [K, N] in the dtype of x.
+      w: [K, N] in the dtype of x; or [K, 2, N], of which the first is W_g and the second W, and no `gate`.
       bias: [N] in any floating dtype.
       activation: phi, a name out of `ACTIVATIONS`; None for the identity.
       gate: W_g [K, N]; gate_bias: b_g [N].
@@ -60,13 +61,13 @@ def matmul_epilogue(
     Raises:
       ValueError: sizes or settings that the kernel does not take.
     """
-    (M, K), N = x.shape, w.shape[1]
+    (M, K), N, paired = x.shape, w.shape[-1], w.ndim == 3
     itemsize = 0 if residual is None else residual.dtype.itemsize
-    shape = MatmulShape(M, N, K, 1 if gate is None else 2, itemsize)
+    shape = MatmulShape(M, N, K, 2 if paired or gate is not None else 1, itemsize)
     reasons = config.refusals(shape)
     if reasons:
         raise ValueError("; ".join(reasons))
-    operands = _Operands(x, w, bias, gate, gate_bias, residual)
+    operands = _Operands(x, w.reshape(K, -1), bias, gate, gate_bias, residual)
     names = tuple(name for name, operand in operands._asdict().items() if operand is not None)
     kernel = _Kernel(shape, config, activation)
     run = plgpu.kernel(
@@ -143,7 +144,7 @@ class _Kernel:
         return [
             _tiled((c.stages, BLOCK_M, LANES), dtype),
             w,
-            None if operands.gate is None else w,
+            w if self.shape.products == 2 else None,
             _tiled((WARPGROUPS, OUT_SLOTS, TILE, LANES), dtype),
             None if residual is None else _tiled((WARPGROUPS, TILE, LANES), residual.dtype),
             *biases,
@@ -199,16 +200,18 @@ class _Kernel:
     def _copy(self, inputs: _Operands, memory: _Memory) -> None:
         """The copying warpgroup: blocks of x and w as stages become free."""
         stages = self.config.stages
+        sources = weights_and_columns(inputs.w, inputs.gate, self.shape)
 
         def tile_step(tile: _Tile, count: Any) -> Any:
-            rows, columns = pl.ds(tile.row, BLOCK_M), pl.ds(tile.column, tile.width)
+            rows = pl.ds(tile.row, BLOCK_M)
 
             def step(k: Any, count: Any) -> Any:
                 slot, inner = lax.rem(count, stages), pl.ds(k * LANES, LANES)
                 full = memory.full.at[slot]
                 _wait_when(count >= stages, memory.free.at[slot])
                 plgpu.copy_gmem_to_smem(inputs.x.at[rows, inner], memory.x.at[slot], full)
-                for weights, block in zip((inputs.w, inputs.gate), self._blocks(memory, tile, slot), strict=False):
+                for (weights, first), block in zip(sources, self._blocks(memory, tile, slot), strict=True):
+                    columns = pl.ds(first + tile.column, tile.width)
                     plgpu.copy_gmem_to_smem(weights.at[inner, columns], block, full)
                 return count + 1
 

@@ -1,7 +1,7 @@
 """Launch settings of the Hopper matmul with a tail: what is legal, what is best, and where XLA is better."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pallas_kernels.launch import cdiv, round_up
 
@@ -159,6 +159,19 @@ def _sizes(shape: MatmulShape, columns: int) -> tuple[str, ...]:
     if (M > 8 and M % 8) or K % LANES or N % columns:
         return (f"needs M, K and N in multiples of 8, {LANES} and {columns}, not of {shape[:3]}",)
     return ()
+
+
+def weights_and_columns(w: Any, gate: Any, shape: MatmulShape) -> list[tuple[Any, int]]:
+    """The weights of each product, W first, and their first column in the array that they are in.
+
+    Args:
+      w: [K, N]; or without a `gate` of two products both, [K, 2 N], W_g before W.
+      gate: [K, N] or None.
+      shape: of the launch.
+    """
+    if shape.products == 1:
+        return [(w, 0)]
+    return [(w, shape.N), (w, 0)] if gate is None else [(w, 0), (gate, 0)]
 
 
 def heuristic(shape: MatmulShape, programs: int = 132) -> FewRowsConfig | MatmulEpilogueConfig:

@@ -15,7 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.hopper.matmul_epilogue_activations import ACTIVATIONS
-from pallas_kernels.gpu.hopper.matmul_epilogue_config import LANES, TILE, FewRowsConfig, MatmulShape
+from pallas_kernels.gpu.hopper.matmul_epilogue_config import (
+    LANES,
+    TILE,
+    FewRowsConfig,
+    MatmulShape,
+    weights_and_columns,
+)
 from pallas_kernels.launch import round_up
 
 TURNED, OUTPUTS = plgpu.Layout.WGMMA_TRANSPOSED, plgpu.Layout.WGMMA.reduce(1)
@@ -39,15 +45,16 @@ def matmul_epilogue_rows(
     Raises:
       ValueError: sizes or settings that the kernel does not take.
     """
-    (M, K), N = x.shape, w.shape[1]
-    shape = MatmulShape(M, N, K, 1 if gate is None else 2, 0 if residual is None else residual.dtype.itemsize)
+    (M, K), N, paired = x.shape, w.shape[-1], w.ndim == 3
+    products, itemsize = 2 if paired or gate is not None else 1, 0 if residual is None else residual.dtype.itemsize
+    shape = MatmulShape(M, N, K, products, itemsize)
     reasons = config.refusals(shape)
     if reasons:
         raise ValueError("; ".join(reasons))
     rows = round_up(M, 8)
     if rows > M and residual is not None:
         residual = jnp.pad(residual, ((0, rows - M), (0, 0)))
-    operands = {"x": x, "w": w, "bias": bias, "gate": gate, "gate_bias": gate_bias, "residual": residual}
+    operands = {"x": x, "w": w.reshape(K, -1), "bias": bias, "gate": gate, "gate_bias": gate_bias, "residual": residual}
     given = {name: operand for name, operand in operands.items() if operand is not None}
     activate = None if activation is None else ACTIVATIONS[activation]
 
@@ -63,7 +70,7 @@ def matmul_epilogue_rows(
         scratch_types=[
             stage((config.stages, rows, LANES)),
             weights,
-            None if gate is None else weights,
+            weights if products == 2 else None,
             plgpu.Barrier(num_barriers=config.stages, num_arrivals=1 + shape.products),
             plgpu.Barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
         ],
@@ -119,7 +126,7 @@ class _Program:
     def _copy(self) -> None:
         """The copying warpgroup: blocks of the weights and of x as stages become free."""
         c, inputs, memory = self.config, self.inputs, self.memory
-        columns = pl.ds(pl.multiple_of(self.column, c.block_n), c.block_n)
+        sources = weights_and_columns(inputs.w, inputs.gate, self.shape)
         rows = pl.ds(self.column * 0, self.rows)  # past the last one come zeros; jax refuses that of a start it knows
 
         @pl.loop(0, self.steps)
@@ -127,9 +134,9 @@ class _Program:
             slot, inner = lax.rem(k, c.stages), pl.ds(k * LANES, LANES)
             full = memory.full.at[slot]
             pl.when(k >= c.stages)(lambda: plgpu.barrier_wait(memory.free.at[slot]))
-            for source, stages in ((inputs.w, memory.w), (inputs.gate, memory.gate)):
-                if source is not None:
-                    plgpu.copy_gmem_to_smem(source.at[inner, columns], stages.at[slot], full)
+            for (source, first), stages in zip(sources, (memory.w, memory.gate), strict=False):
+                columns = pl.ds(pl.multiple_of(first + self.column, c.block_n), c.block_n)
+                plgpu.copy_gmem_to_smem(source.at[inner, columns], stages.at[slot], full)
             plgpu.copy_gmem_to_smem(inputs.x.at[rows, inner], memory.x.at[slot], full)
 
         @pl.loop(max(self.steps - c.stages, 0), self.steps)

@@ -46,6 +46,7 @@ class Case:
     gated: bool = False
     biased: bool = False
     residual: Any = None
+    paired: bool = False  # the gate and what it gates in one array
     dtype: Any = jnp.bfloat16
     config: Any = SMALL
 
@@ -78,6 +79,14 @@ CASES = {
     ),
 }
 SLOW = {
+    "gate and value in one array, whose tiles are cut off": Case(
+        (72, 192, 128),
+        "silu",
+        gated=True,
+        biased=True,
+        paired=True,
+        config=MatmulEpilogueConfig(block_n=128, stages=2, programs=2),
+    ),
     "no tail, more stages than steps": Case((64, 64, 64), config=MatmulEpilogueConfig(block_n=64, programs=3)),
     "three pieces a tile, float16": Case(
         (72, 192, 128),
@@ -100,8 +109,11 @@ SLOW = {
 
 
 def result(case: Case, kernel: Any = matmul_epilogue) -> np.ndarray:
+    given = case.operands()
+    if case.paired:
+        given["w"] = jnp.stack([given.pop("gate"), given["w"]], axis=1)
     with interpreted():
-        got = kernel(**case.operands(), activation=case.activation, config=case.config)
+        got = kernel(**given, activation=case.activation, config=case.config)
     assert got.dtype == case.dtype
     return np.asarray(got, np.float64)
 
@@ -138,8 +150,8 @@ def test_every_activation(activation: str | None) -> None:
 
 
 def test_the_gate_on_the_wrong_product_is_noticed() -> None:
-    blocks = "self._blocks(memory, tile, slot), strict=True"
-    wrong = mutant(module, (blocks, blocks.replace("slot)", "slot)[::-1]")))
+    blocks = "zip(accumulators, self._blocks(memory, tile, slot)"
+    wrong = mutant(module, (blocks, f"{blocks}[::-1]"))
     case = CASES["gated, all operands"]
     with pytest.raises(AssertionError):
         assert_rounded_once(result(case, wrong.matmul_epilogue), case)

@@ -1,5 +1,6 @@
 """The Hopper matmul with its tail for few rows without a GPU: interpreted against numpy, and lowered for one."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -23,6 +24,8 @@ CASES = {
         config=FewRowsConfig(warpgroups=1, stages=3),
     ),
 }
+PAIRED = dataclasses.replace(CASES["five rows, gated, all operands"], sizes=(5, 128, 128), residual=None, paired=True)
+CASES["five rows, gate and value in one array"] = PAIRED
 SLOW = {
     "one row, float16, more stages than steps": Case(
         (1, 128, 64), "tanh", residual=jnp.float16, dtype=jnp.float16, config=FewRowsConfig()
@@ -50,6 +53,12 @@ def test_a_wrong_kernel_is_noticed(old: str, new: str) -> None:
     case = CASES["five rows, gated, all operands"]
     with pytest.raises(AssertionError):
         assert_rounded_once(result(case, mutant(module, (old, new)).matmul_epilogue_rows), case)
+
+
+def test_the_value_for_the_gate_is_noticed() -> None:
+    wrong = mutant(module, ("zip(sources, (memory.w", "zip(sources[::-1], (memory.w"))
+    with pytest.raises(AssertionError):
+        assert_rounded_once(result(PAIRED, wrong.matmul_epilogue_rows), PAIRED)
 
 
 def lowered(case: Case) -> str:
