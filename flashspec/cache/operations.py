@@ -37,12 +37,30 @@ def append[C: Cache](cache: C, layer: int, k: Array, v: Array, num_valid: ArrayL
     """
     num_valid = _check_append(cache, layer, k, v, num_valid)
     cache = cast(C, cache.reserve(num_valid)) if layer == 0 else cache
-    step = jnp.arange(k.shape[1], dtype=jnp.int32)[None, :]
-    positions = (cache.length - num_valid)[:, None] + step
-    index = _writable(cache, positions, (step < num_valid[:, None]) & (positions >= 0))
+    index = _newest(cache, k.shape[1], num_valid)
     return dataclasses.replace(
         cache, key=_write(cache.key, layer, index, k), value=_write(cache.value, layer, index, v)
     )
+
+
+def advance[C: Cache](cache: C, width: int, num_valid: ArrayLike | None = None) -> tuple[C, tuple[Array, Array]]:
+    """`append` to all layers but for the writes, for a kernel that does them itself.
+
+    Args:
+      cache: a dense, window or paged cache.
+      width: T new positions.
+      num_valid: [B] integers in 0..T; T for every row when None.
+
+    Returns:
+      The cache with `length` advanced, and where its new positions go: [B, T] int32 indices into the first two axes of
+      every layer's arrays. Those of a write that must not happen lie past the ends of both.
+
+    Raises:
+      ValueError: counts that do not fit, or more positions than a window cache takes at once.
+    """
+    num_valid = _valid(cache, checks.at_least("width", width, 1), num_valid)
+    cache = cast(C, cache.reserve(num_valid))
+    return cache, _newest(cache, width, num_valid)
 
 
 def rollback[C](cache: C, length: ArrayLike) -> C:
@@ -130,9 +148,22 @@ def _check_append(cache: Cache, layer: int, k: Array, v: Array, num_valid: Array
     for name, array, held in (("k", k, cache.key[layer]), ("v", v, cache.value[layer])):
         if array.dtype != held.dtype:
             raise checks.fail(name, f"the cache's dtype {held.dtype}", array.dtype)
+    return _valid(cache, sizes["T"], num_valid)
+
+
+def _valid(cache: Cache, width: int, num_valid: ArrayLike | None) -> Array:
+    """How many of T new positions are real, int32 [B]."""
+    batch = cache.length.shape[0]
     if num_valid is None:
-        return jnp.full((batch,), sizes["T"], jnp.int32)
-    return jnp.clip(_counts("num_valid", num_valid, batch, sizes["T"]).astype(jnp.int32), 0, sizes["T"])
+        return jnp.full((batch,), width, jnp.int32)
+    return jnp.clip(_counts("num_valid", num_valid, batch, width).astype(jnp.int32), 0, width)
+
+
+def _newest(cache: Cache, width: int, num_valid: Array) -> tuple[Array, Array]:
+    """Storage indices of the newest positions of a cache whose length counts them already."""
+    step = jnp.arange(width, dtype=jnp.int32)[None, :]
+    positions = (cache.length - num_valid)[:, None] + step
+    return _writable(cache, positions, (step < num_valid[:, None]) & (positions >= 0))
 
 
 def _check_layer(cache: Cache, layer: int) -> None:

@@ -187,7 +187,7 @@ class Decoder(nnx.Module):
         cap = self.config.final_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
-    def _options(self, layer: int) -> dict[str, Any]:
+    def attention_options(self, layer: int) -> dict[str, Any]:
         """What attention of a layer is told besides its operands; what the defaults say is left out."""
         config = self.config
         options = {"window": config.windows[layer], "logits_soft_cap": config.attention_soft_cap}
@@ -224,7 +224,7 @@ class Decoder(nnx.Module):
             where = {"q_positions": positions, "kv_positions": positions}
 
         def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
-            return attention(query, key, value, is_causal=True, **where, **self._options(layer))
+            return attention(query, key, value, is_causal=True, **where, **self.attention_options(layer))
 
         # Whole rows make the gradient's scatter contiguous; over a long sequence the transposition is nothing.
         rows = self.head[...].T if self.config.tie_embeddings else self.embed[...]
@@ -260,16 +260,16 @@ class Decoder(nnx.Module):
         def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
             nonlocal cache
             cache = write(cache, layer, key, value, num_valid)
-            return attention(query, view(cache, layer), q_lengths=num_valid, **self._options(layer))
+            return attention(query, view(cache, layer), q_lengths=num_valid, **self.attention_options(layer))
 
-        hidden = self.hidden(place(self._scaled(self._embed_few(tokens))), positions, attend, place)
+        hidden = self.hidden(place(self.embed_few(tokens)), positions, attend, place)
         return hidden, cache
 
-    def _embed_few(self, tokens: Array) -> Array:
-        """Embeddings [B,T,hidden]; from a tied head its columns: to transpose it costs more than a step reads."""
+    def embed_few(self, tokens: Array) -> Array:
+        """What the first block reads [B,T,hidden]; of a tied head columns: transposing it is dearer than a step."""
         if self.config.tie_embeddings:
-            return jnp.moveaxis(jnp.take(self.head[...], tokens, axis=1), 0, -1)
-        return jnp.take(self.embed[...], tokens, axis=0)
+            return self._scaled(jnp.moveaxis(jnp.take(self.head[...], tokens, axis=1), 0, -1))
+        return self._scaled(jnp.take(self.embed[...], tokens, axis=0))
 
     def _scaled(self, embeddings: Array) -> Array:
         """Embeddings as the first block reads them; their factor is rounded to their dtype, as in training."""

@@ -13,9 +13,12 @@ from jax.sharding import Mesh
 from flashspec.attention.decode import cached_attention
 from flashspec.cache import Cache, dense_cache, paged_cache, window_cache
 from flashspec.checks import at_least, fail, one_of
+from flashspec.fusion.decode_block import IMPLEMENTATIONS
 from flashspec.language_model import LanguageModel, Params
 from flashspec.models.config import DecoderConfig
-from flashspec.models.decoder import merge
+from flashspec.models.decoder import Decoder, merge
+from flashspec.models.fused_step import MAX_ROWS, fused_step
+from flashspec.models.fused_step import refusals as fused_refusals
 from flashspec.models.partition import (
     DATA,
     check_mesh,
@@ -25,6 +28,7 @@ from flashspec.models.partition import (
     split_rows,
     whole_logits,
 )
+from flashspec.selection import Implementation, named
 from pallas_kernels.launch import round_up
 
 CACHES = ("dense", "window", "paged")
@@ -43,8 +47,8 @@ class _Functions:
     page_size: int
     attention: Callable[..., jax.Array]
     precision: str | None
-    gated_product: str | None
     mesh: Mesh | None
+    decode_block: Implementation
 
     @property
     def left(self) -> int:
@@ -57,19 +61,28 @@ class _Functions:
         return max(self.draft_length + 1, min(PREFILL_CHUNK, self.left + 1))
 
     def apply(self, params: Params, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        decoder = merge(self.config, params, self.precision, self.gated_product)
-        hidden, cache = decoder.step(tokens, cache, **self._ways)
+        decoder = merge(self.config, params, self.precision)
+        hidden, cache = self._step(decoder, tokens, cache)
         logits = decoder.logits(hidden)
         return logits if self.mesh is None else whole_logits(logits, self.mesh), cache
 
     def prefill(self, params: Params, tokens: jax.Array, num_valid: jax.Array, cache: Cache) -> Cache:
-        decoder = merge(self.config, params, self.precision, self.gated_product)
+        decoder = merge(self.config, params, self.precision)
         chunk = self.chunk if self.cache == "window" else max(tokens.shape[1], 1)
         for start in range(0, tokens.shape[1], chunk):
             part = tokens[:, start : start + chunk]
             valid = jnp.clip(num_valid - start, 0, part.shape[1])
-            _, cache = decoder.step(part, cache, num_valid=valid, **self._ways)
+            _, cache = self._step(decoder, part, cache, valid)
         return cache
+
+    def _step(
+        self, decoder: Decoder, tokens: jax.Array, cache: Cache, num_valid: jax.Array | None = None
+    ) -> tuple[jax.Array, Cache]:
+        """`Decoder.step`, fused where that was asked for and the tokens are few."""
+        if self.decode_block is None or tokens.size > MAX_ROWS:
+            return decoder.step(tokens, cache, num_valid=num_valid, **self._ways)
+        how: dict[str, Any] = {"attention": self.attention, "implementation": self.decode_block}
+        return fused_step(decoder, tokens, cache, num_valid=num_valid, **how)
 
     @property
     def _ways(self) -> dict[str, Any]:
@@ -112,8 +125,8 @@ def as_language_model(
     page_size: int = 64,
     attention: Callable[..., jax.Array] = cached_attention,
     precision: str | None = None,
-    gated_product: str | None = None,
     mesh: Mesh | None = None,
+    decode_block: Implementation = None,
 ) -> LanguageModel:
     """A decoder as generation sees it; its parameters are those of `load`, or `nnx.state(decoder, nnx.Param)`.
 
@@ -128,10 +141,11 @@ def as_language_model(
       page_size: positions in a page of a paged cache; each row gets pages for its whole capacity.
       attention: called as `Decoder.step` says; `cached_attention` has its arguments.
       precision: of matrix products; None is "highest" for float32 and float64.
-      gated_product: what computes the MLP's gate and what it gates as one operation, as `Decoder` says; with a mesh it
-        is XLA as ever.
       mesh: devices with the axes "data" and "model" (`decoder_mesh`) over which rows and heads are split; pass
         parameters that lie on it (`load(mesh=)` or `place`).
+      decode_block: "hopper" for one kernel between every two attentions in forwards of up to 16 tokens, all rows
+        together, on the GPUs and for the sizes that `flashspec.fusion.decode_block` says; or its other implementations
+        (a tuple of them for the first that can). None for products one by one, which is about as fast.
 
     Returns:
       A `LanguageModel` with logits [B,T,V] in float32 or better. Its prefill skips the head, and goes in chunks where a
@@ -139,7 +153,8 @@ def as_language_model(
 
     Raises:
       ValueError: an unknown cache, or a window cache for a model in which some layer attends to its whole prefix, which
-        would change its results; a mesh that does not divide the model.
+        would change its results; a mesh that does not divide the model; an unknown implementation.
+      NotImplementedError: `decode_block` for a mesh, a precision, or a family for which there is no such operation.
     """
     one_of("cache", cache, CACHES)
     if cache == "window" and config.window is None:
@@ -148,18 +163,23 @@ def as_language_model(
     at_least("page_size", page_size, 1)
     if mesh is not None:
         mesh = check_mesh(config, mesh)
-    own = _Functions(
-        config,
-        jnp.dtype(dtype),
-        cache,
-        draft_length,
-        page_size,
-        attention,
-        precision,
-        gated_product if mesh is None else None,
-        mesh,
-    )
+    if decode_block is not None:
+        _check_fused(config, mesh, precision, decode_block)
+    choices = draft_length, page_size, attention, precision, mesh, decode_block
+    own = _Functions(config, jnp.dtype(dtype), cache, *choices)
     return LanguageModel(own.apply, own.init_cache, config.vocab_size, own.prefill)
+
+
+def _check_fused(
+    config: DecoderConfig, mesh: Mesh | None, precision: str | None, implementation: Implementation
+) -> None:
+    """Refuse a fused step that there is not."""
+    named(implementation or (), IMPLEMENTATIONS)
+    reasons = fused_refusals(config)
+    reasons += () if mesh is None else ("it reads the arrays of one device, not of a mesh",)
+    reasons += () if precision is None else (f"it has one precision of products, not {precision!r}",)
+    if reasons:
+        raise NotImplementedError("no fused step:\n" + "\n".join(f"  {reason}" for reason in reasons))
 
 
 def shallow(config: DecoderConfig, params: Params, layers: int) -> tuple[DecoderConfig, Params]:
