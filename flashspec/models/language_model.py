@@ -47,6 +47,7 @@ class _Functions:
     page_size: int
     attention: Callable[..., jax.Array]
     precision: str | None
+    gated_product: str | None
     mesh: Mesh | None
     decode_block: Implementation
 
@@ -61,13 +62,13 @@ class _Functions:
         return max(self.draft_length + 1, min(PREFILL_CHUNK, self.left + 1))
 
     def apply(self, params: Params, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        decoder = merge(self.config, params, self.precision)
+        decoder = merge(self.config, params, self.precision, self.gated_product)
         hidden, cache = self._step(decoder, tokens, cache)
         logits = decoder.logits(hidden)
         return logits if self.mesh is None else whole_logits(logits, self.mesh), cache
 
     def prefill(self, params: Params, tokens: jax.Array, num_valid: jax.Array, cache: Cache) -> Cache:
-        decoder = merge(self.config, params, self.precision)
+        decoder = merge(self.config, params, self.precision, self.gated_product)
         chunk = self.chunk if self.cache == "window" else max(tokens.shape[1], 1)
         for start in range(0, tokens.shape[1], chunk):
             part = tokens[:, start : start + chunk]
@@ -125,6 +126,7 @@ def as_language_model(
     page_size: int = 64,
     attention: Callable[..., jax.Array] = cached_attention,
     precision: str | None = None,
+    gated_product: str | None = None,
     mesh: Mesh | None = None,
     decode_block: Implementation = None,
 ) -> LanguageModel:
@@ -141,6 +143,8 @@ def as_language_model(
       page_size: positions in a page of a paged cache; each row gets pages for its whole capacity.
       attention: called as `Decoder.step` says; `cached_attention` has its arguments.
       precision: of matrix products; None is "highest" for float32 and float64.
+      gated_product: what computes the MLP's gate and what it gates as one operation, as `Decoder` says; with a mesh it
+        is XLA as ever.
       mesh: devices with the axes "data" and "model" (`decoder_mesh`) over which rows and heads are split; pass
         parameters that lie on it (`load(mesh=)` or `place`).
       decode_block: "hopper" for one kernel between every two attentions in forwards of up to 16 tokens, all rows
@@ -165,7 +169,7 @@ def as_language_model(
         mesh = check_mesh(config, mesh)
     if decode_block is not None:
         _check_fused(config, mesh, precision, decode_block)
-    choices = draft_length, page_size, attention, precision, mesh, decode_block
+    choices = draft_length, page_size, attention, precision, gated_product if mesh is None else None, mesh, decode_block
     own = _Functions(config, jnp.dtype(dtype), cache, *choices)
     return LanguageModel(own.apply, own.init_cache, config.vocab_size, own.prefill)
 
