@@ -49,20 +49,22 @@ def merge_parts(
     given = {name: x for name, x in given.items() if x is not None}
     per_vector, vectors, _ = _sizes(call)
     rows = shape.rows if per_vector > 1 else shape.T * shape.G
-    numbers = [jax.ShapeDtypeStruct((shape.B * shape.K, m.shape[1]), jnp.float32)] * (2 if call.statistics else 1)
-    output = (shape.B * shape.K, shape.rows * shape.H) if per_vector > 1 else (shape.B, shape.T, shape.N, shape.H)
-    fresh = [jax.ShapeDtypeStruct(output, jnp.float32 if call.statistics else dtype), *numbers]
-    targets = [jax.new_ref(x) for x in finished] if call.finishes else []
+    packed = shape.B * shape.K, shape.rows * shape.H
+    number = jax.ShapeDtypeStruct((shape.B * shape.K, m.shape[1]), jnp.float32)
+    values = jax.ShapeDtypeStruct(
+        packed if per_vector > 1 else (shape.B, shape.T, shape.N, shape.H), jnp.float32 if call.statistics else dtype
+    )
+    targets = [jax.new_ref(x) for x in finished]
     merged = plgpu.kernel(
         functools.partial(_kernel, call, tuple(given), targets),
-        out_type=() if call.finishes else fresh,
+        out_type=() if targets else (values, *[number] * (2 if call.statistics else 1)),
         grid=(shape.B * shape.K, cdiv(rows, per_vector * vectors)),
         grid_names=("pair", "rows"),
         num_threads=1,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*given.values())
-    output, *numbers = [jax.freeze(target) for target in targets] if call.finishes else merged
+    output, *numbers = [jax.freeze(target) for target in targets] if targets else merged
     output = _unpack(shape, output, shape.H) if per_vector > 1 else output
     numbers = [_unpack(shape, x[:, : shape.rows], 1)[..., 0] for x in numbers]
     return (*numbers, output) if call.statistics else (output, *numbers)
