@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.ampere.attention_backward_keys import Block, KeyBlocks
-from pallas_kernels.gpu.ampere.attention_tile import COLUMN, DEPTH, MATRIX, full, left, right, scores, tiled
+from pallas_kernels.gpu.ampere.attention_tile import COLUMN, DEPTH, MATRIX, full, left, right, scores, store, tiled
 
 EXCHANGED_BYTES = 32  # of a row of a tile of P or dS, which is read 16 columns at a time
 
@@ -37,7 +37,7 @@ class HalfQueryBlocks(KeyBlocks):
         output, size = (self.dv, self.shape.Hv) if w == 0 else (self.dk, self.shape.H)
         total = total if w == 0 else total * self.facts.scale
         rows = pl.ds(block.k_start, self.config.keys)
-        output.at[block.batch, rows, pl.ds(block.kv_head * size, size)][...] = total.astype(output.dtype)
+        store(output.at[block.batch, rows, pl.ds(block.kv_head * size, size)], total.astype(output.dtype))
 
     def _step(self, block: Block, w: int, count: Any, masked: bool, t: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         """One block of queries."""

@@ -30,6 +30,7 @@ from pallas_kernels.gpu.ampere.attention_tile import (
     left,
     right,
     scores,
+    store,
     sync,
     tiled,
 )
@@ -186,7 +187,7 @@ class KeyBlocks:
         rows = pl.ds(block.k_start + w * TILE, TILE)
         for output, total, size in ((self.dk, dk * self.facts.scale, s.H), (self.dv, dv, s.Hv)):
             target = output.at[block.batch, rows, pl.ds(block.kv_head * size, size)]
-            target[...] = total.astype(output.dtype)
+            store(target, total.astype(output.dtype))
 
     def _copy_next(self, block: Block, w: int, t: Any, count: Any) -> None:
         """Start the copies of the block after the t-th, if there is one."""

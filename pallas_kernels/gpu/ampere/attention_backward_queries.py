@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.ampere.attention_backward_config import BackwardConfig
 from pallas_kernels.gpu.ampere.attention_queries import QueryTiles
-from pallas_kernels.gpu.ampere.attention_tile import MATRIX, ROW, add_product, full, scores, tiled
+from pallas_kernels.gpu.ampere.attention_tile import MATRIX, ROW, add_product, full, scores, store, tiled
 from pallas_kernels.gpu.hopper.attention_backward_tile import Scores
 
 
@@ -59,4 +59,4 @@ class QueryBlocks(QueryTiles):
             return add_product(dq, ds, k)
 
         dq = self.fold(tile, visit, full((c.tile_q, s.H), 0, MATRIX))
-        dq_out.at[self.queries(tile, s.H)][...] = (dq * self.facts.scale).astype(dq_out.dtype)
+        store(dq_out.at[self.queries(tile, s.H)], (dq * self.facts.scale).astype(dq_out.dtype))

@@ -24,6 +24,7 @@ from pallas_kernels.gpu.ampere.attention_tile import (
     full,
     in_registers,
     scores,
+    store,
     tiled,
     whole,
 )
@@ -229,6 +230,6 @@ class _Forward(QueryTiles):
             rows = [m * LN2 + jnp.log2(l) * LN2]
             u = u * lax.broadcast_in_dim(1 / jnp.where(l == 0, 1.0, l), u.shape, [0])
         output, *row_outputs = self.outputs
-        output.at[self.queries(tile, s.Hv)][...] = u.astype(output.dtype)
+        store(output.at[self.queries(tile, s.Hv)], u.astype(output.dtype))
         for ref, row in zip(row_outputs, rows, strict=True):
-            ref.at[tile.batch, tile.head, pl.ds(tile.q_start, c.tile_q)][...] = row
+            store(ref.at[tile.batch, tile.head, pl.ds(tile.q_start, c.tile_q)], row)
