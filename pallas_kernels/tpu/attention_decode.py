@@ -188,8 +188,10 @@ def _words(cache: Cache, rows: DecodeRows, config: AttentionDecodeConfig, begins
 
 
 def _buffers(block: int, K: int, size: int, apart: bool) -> tuple[int, ...]:
-    """Two blocks of slots."""
-    return (2, K, block, size) if apart else (2, block, K, size)
+    """Two blocks of slots; heads that are read with a stride lie there in parts of 128 lanes."""
+    if apart:
+        return 2, K, block, size
+    return 2, cdiv(size, LANES), block, K, min(size, LANES)
 
 
 def _row_block(*shape: int) -> pl.BlockSpec:
@@ -260,26 +262,39 @@ def _kernel(call: AttentionCall, config: AttentionDecodeConfig, slots: int, stri
 
 def _for_each_copy(refs: Refs, at: _At, block: int, slots: int, act: Any) -> None:
     """`act` on the copies of a step: one of keys and one of values, or one for each page that holds a live slot."""
-    pairs = [("key_memory", "keys"), ("value_memory", "values")]
-    apart = heads_lie_apart(refs["query"].shape[1])
-    heads = (slice(None),) if apart else ()
-    if "pages" not in refs:
+    page = None if "pages" not in refs else refs["key_memory"].shape[2 if _apart(refs) else 1]
+    if page is None:
         begin = refs["begins"][at.block]
-        where = pl.ds(pl.multiple_of(begin, ROWS) if apart else begin, block)
-        for i, (source, target) in enumerate(pairs):
-            ends = refs[source].at[at.row, *heads, where], refs[target].at[at.buffer]
-            act(pltpu.make_async_copy(*ends, refs["arrived"].at[i, at.buffer]))
+        where = pl.ds(pl.multiple_of(begin, ROWS) if _apart(refs) else begin, block)
+        _copy(refs, at, (at.row, where), pl.ds(0, block), act)
         return
-    page = refs["key_memory"].shape[2 if apart else 1]
     live = jnp.minimum(refs["bounds"][at.row, 1], slots) - at.block * block
 
     def one(p: Array, _: None) -> None:
         entry = refs["pages"][at.row, at.block * (block // page) + p]
-        for i, (source, target) in enumerate(pairs):
-            ends = refs[source].at[entry], refs[target].at[at.buffer, *heads, pl.ds(p * page, page)]
-            act(pltpu.make_async_copy(*ends, refs["arrived"].at[i, at.buffer]))
+        _copy(refs, at, (entry, slice(None)), pl.ds(p * page, page), act)
 
     lax.fori_loop(0, jnp.minimum(lax.div(live + (page - 1), jnp.int32(page)), block // page), one, None)
+
+
+def _apart(refs: Refs) -> bool:
+    return heads_lie_apart(refs["query"].shape[1])
+
+
+def _copy(refs: Refs, at: _At, source: tuple[Any, Any], slots: Any, act: Any) -> None:
+    """`act` on the copies of some slots, (row or page, where in it), to their place in the buffered block."""
+    for i, (memory, name) in enumerate((("key_memory", "keys"), ("value_memory", "values"))):
+        row, where = source
+        if _apart(refs):
+            ends = [(refs[memory].at[row, :, where], refs[name].at[at.buffer, :, slots])]
+        else:
+            parts, size = refs[name].shape[1], refs[name].shape[-1]
+            ends = [
+                (refs[memory].at[row, where, :, pl.ds(part * size, size)], refs[name].at[at.buffer, part, slots])
+                for part in range(parts)
+            ]
+        for end in ends:
+            act(pltpu.make_async_copy(*end, refs["arrived"].at[i, at.buffer]))
 
 
 def _fold_block(
@@ -340,18 +355,24 @@ def _fold(
 
 
 def _head(refs: Refs, name: str, buffer: Array, slots: Any, k: int, strided: bool) -> Array:
-    """Head k of some slots of a buffered block: a part of [K, slots, size]; or of [slots, K, size], with a stride.
+    """Head k of some slots of a buffered block: a part of [K, slots, size]; or of [slots, K, 128] by 128 lanes.
 
     Two bfloat16 heads share the 32-bit rows that a strided load reads. The interpreter that simulates memory knows no
     reshaped references: without `strided` a head is indexed, which compiles to far more.
     """
-    blocks, K = refs[name], refs["query"].shape[1]
-    if heads_lie_apart(K):
-        return blocks[buffer, k, slots]
+    if _apart(refs):
+        return refs[name][buffer, k, slots]
+    parts = [_part(refs[name].at[buffer, part], slots, k, strided) for part in range(refs[name].shape[1])]
+    return jnp.concatenate(parts, axis=1)
+
+
+def _part(block: Any, slots: Any, k: int, strided: bool) -> Array:
+    """Rows of head k, of a block [slots, K, lanes]."""
+    _, K, lanes_ = block.shape
     if not strided:
-        return blocks[buffer, slots, k]
-    rows = blocks.at[buffer, slots].reshape(slots.size * K, blocks.shape[-1])
-    if blocks.dtype == jnp.float32:
+        return block[slots, k]
+    rows = block.at[slots].reshape(slots.size * K, lanes_)
+    if block.dtype == jnp.float32:
         return rows[pl.ds(k, slots.size, stride=K)]
     pair = rows.bitcast(jnp.int32)[pl.ds(k // 2, slots.size, stride=K // 2)]
     bits = pair & -(2**16) if k % 2 else pair << 16  # the upper half of a float32 is a bfloat16

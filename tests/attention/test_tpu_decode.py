@@ -134,6 +134,19 @@ def test_heads_that_lie_apart(K: int, page: int | None, monkeypatch: pytest.Monk
         check(got[:1], attend(q, *(np.roll(x, 1, axis=2 if K > 1 else 0) for x in (k, v)), seen)[:1], 1e-3)
 
 
+def test_heads_of_256_are_read_in_two_parts() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        rng.normal(size=(2, *shape)).astype(np.float32) / 4 for shape in ((1, 4, 256), (16, 2, 256), (16, 2, 256))
+    )
+    view = DenseView(jnp.asarray(k), jnp.asarray(v), jnp.asarray([16, 9]))
+    seen = (np.arange(16) < np.array([16, 9])[:, None])[:, None, None]
+    got = decode(Arrays(jnp.asarray(q), view))
+    check(got, attend(q, k, v, seen))
+    with pytest.raises(AssertionError):  # wrong: one part in the place of the other
+        check(got, attend(q, np.roll(k, 128, axis=3), v, seen), 1e-3)
+
+
 def test_statistics_are_those_of_the_output() -> None:
     q, k, v = history()
     arrays = Arrays(jnp.asarray(q), make_view("dense", k, v))
