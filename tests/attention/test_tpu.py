@@ -15,7 +15,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
-from flashspec.attention import dot_product_attention, tpu
+from flashspec.attention import dot_product_attention, plan_attention, tpu
 from flashspec.attention.backends import BACKENDS
 from flashspec.attention.request import make_request
 from flashspec.masks import make_mask
@@ -147,6 +147,23 @@ def test_vmap_and_jacrev() -> None:
     assert_same(got, jax.tree.map(lambda *x: jnp.stack(x), *alone))
 
 
+def test_dropout_is_the_same_in_blocks_of_any_size() -> None:
+    few = [x[:1, :150, :1] for x in operands()]
+
+    @jax.jit
+    def call(key: jax.Array) -> Any:
+        return value_and_gradients("tpu", dropout_rate=0.4, dropout_key=key)(*few)
+
+    keys = jax.random.split(jax.random.key(0))
+    with interpreted_tpu():
+        with small_blocks(128, 128):
+            small = call(keys[0])
+        with small_blocks(256, 128):
+            assert_same(call(keys[0]), small)
+            with pytest.raises(AssertionError):  # wrong: other bits
+                assert_same(call(keys[1]), small)
+
+
 def test_shard_map_over_batch_and_heads() -> None:
     """The interpreter of arrays cannot follow what varies over which axis; the compiler for TPUs can (below)."""
     mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -240,6 +257,10 @@ def test_what_is_refused() -> None:
     assert "not in float16" in reasons(dtype=jnp.float16)
     assert "head sizes up to 512" in reasons(H=1024)
     assert "query gradient in VMEM" in reasons(T=100_000, H=128)
+    half = jax.ShapeDtypeStruct((1, 512, 1, 64), np.float16)
+    plan = plan_attention(half, half, half, device="TPU v5 lite")
+    assert (plan.forward.implementation, plan.backward.implementation) == ("blockwise", "blockwise")
+    assert plan.rejected["tpu"] == ("computes in bfloat16 or float32, not in float16",)
 
 
 COMPILE = """
