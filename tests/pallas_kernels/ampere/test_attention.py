@@ -77,6 +77,7 @@ CALLS = {
     "causal, in turns": Call(CAUSAL, IN_TURNS),
     "full, in turns": Call(Case(T=128, S=256), dataclasses.replace(IN_TURNS, block_kv=32)),
     "segments, in turns": Call(SEGMENTS, IN_TURNS, statistics=True),
+    "statistics of a negative scale": Call(Case(T=64, S=64, scale=-0.2), statistics=True),
     "nothing visible": Call(Case(T=64, S=64, right=0, q_start=-100)),
     "statistics with a sink": Call(CAUSAL, ONE_STAGE, sinks=True, statistics=True),
 }
@@ -104,7 +105,11 @@ WRONG_FORWARD = {
         "causal, grouped",
         (("add_product(u * lax.broadcast_in_dim(alpha, u.shape, [0])", "add_product(u"),),
     ),
-    "a negative scale turns the maximum": ("statistics of segments and a soft cap", (("if scale < 0:", "if False:"),)),
+    "a negative scale turns the maximum": ("statistics of a negative scale", (("if scale < 0:", "if False:"),)),
+    "weights of the block before": (
+        "causal, in turns",
+        (("weights.astype(self.gmem.v.dtype)", "carry[2][:, : weights.shape[1]].astype(self.gmem.v.dtype)"),),
+    ),
     "m without its base": ("statistics with a sink", (("rows = [m * LN2, l]", "rows = [m, l]"),)),
 }
 
@@ -209,7 +214,7 @@ WRONG_BACKWARD = {
     "queries of the other warpgroup": ("two warpgroups, queries", keys_mutant(("(w * rows, 0)", "(0, 0)"))),
     "slope of the soft cap": ("segments and a soft cap", keys_mutant(("p if slope is None else p * slope", "p"))),
     "dQ without the scale": ("deterministic", queries_mutant(("dq * self.facts.scale", "dq"))),
-    "dQ of values": ("deterministic", queries_mutant(("add_product(dq, ds, k)", "add_product(dq, ds, values())"))),
+    "dQ of weights": ("deterministic", queries_mutant(("add_product(dq, ds, k)", "add_product(dq, p, k)"))),
     "empty rows": (
         "window and lengths, traced",
         mutant(attention_backward, ("jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)", "lse * LOG2E")),
