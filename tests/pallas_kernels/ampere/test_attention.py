@@ -183,6 +183,7 @@ BACKWARDS: dict[str, tuple[Case, BackwardConfig, bool, bool]] = {  # case, confi
     "halves, queries": (CAUSAL, dataclasses.replace(BACKWARD, block_q=128, halves=True), False, True),
     "halves, deterministic": (WIDE, dataclasses.replace(BACKWARD, halves=True, stages=1), True, True),
     "one warpgroup": (TALL, ONE_WARPGROUP, False, True),
+    "rows without keys": (Case(right=0, q_lengths=(100,)), ONE_WARPGROUP, False, True),
     "deterministic": (CAUSAL, ONE_WARPGROUP, True, True),
     "deterministic, two warpgroups": (WIDE, BACKWARD, True, True),
     "window and lengths, traced": (WINDOW, dataclasses.replace(BACKWARD, block_q=128), False, False),
@@ -216,7 +217,7 @@ WRONG_BACKWARD = {
     "dQ without the scale": ("deterministic", queries_mutant(("dq * self.facts.scale", "dq"))),
     "dQ of weights": ("deterministic", queries_mutant(("add_product(dq, ds, k)", "add_product(dq, p, k)"))),
     "empty rows": (
-        "window and lengths, traced",
+        "rows without keys",
         mutant(attention_backward, ("jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)", "lse * LOG2E")),
     ),
 }
