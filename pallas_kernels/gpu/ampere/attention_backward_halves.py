@@ -12,7 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.ampere.attention_backward_keys import Block, KeyBlocks
-from pallas_kernels.gpu.ampere.attention_tile import COLUMN, DEPTH, MATRIX, full, left, right, scores, store, tiled
+from pallas_kernels.gpu.ampere.attention_tile import COLUMN, DEPTH, MATRIX, full, left, right, scores, tiled
+from pallas_kernels.gpu.memory import store
 
 EXCHANGED_BYTES = 32  # of a row of a tile of P or dS, which is read 16 columns at a time
 

@@ -30,12 +30,12 @@ from pallas_kernels.gpu.ampere.attention_tile import (
     left,
     right,
     scores,
-    store,
     sync,
     tiled,
 )
 from pallas_kernels.gpu.hopper.attention_backward_tile import Scores, hide, intersection, load_ids, visited, within
 from pallas_kernels.gpu.hopper.attention_tile import place
+from pallas_kernels.gpu.memory import store
 
 
 class Block(NamedTuple):

@@ -12,8 +12,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.ampere.attention_backward_config import BackwardConfig
 from pallas_kernels.gpu.ampere.attention_queries import QueryTiles
-from pallas_kernels.gpu.ampere.attention_tile import MATRIX, ROW, add_product, full, scores, store, tiled
+from pallas_kernels.gpu.ampere.attention_tile import MATRIX, ROW, add_product, full, scores, tiled
 from pallas_kernels.gpu.hopper.attention_backward_tile import Scores
+from pallas_kernels.gpu.memory import store
 
 
 class QueryBlocks(QueryTiles):

@@ -24,12 +24,12 @@ from pallas_kernels.gpu.ampere.attention_tile import (
     full,
     in_registers,
     scores,
-    store,
     tiled,
     whole,
 )
 from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, SegmentIds, segment_ranges
 from pallas_kernels.gpu.hopper.attention_tile import LOG2E, index_of, tanh
+from pallas_kernels.gpu.memory import store
 
 LN2 = 1 / LOG2E
 

@@ -84,14 +84,6 @@ def scores(x: Any, y: Any) -> Any:
     return total
 
 
-def store(ref: Any, value: Any) -> None:
-    """Write an array from registers to device memory: once per tile, so that parts of sectors do no harm."""
-    if hasattr(plgpu, "store"):  # jax 0.12, which asks for consent to them
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
-
-
 @plgpu.inline_mgpu()
 def sync(_: Any) -> None:
     """Wait for all threads of the thread block."""

@@ -16,6 +16,7 @@ from pallas_kernels.gpu.hopper import decode_block_grid as grid
 from pallas_kernels.gpu.hopper.attention_decode_work import div
 from pallas_kernels.gpu.hopper.decode_block_config import COLUMNS, TOGETHER
 from pallas_kernels.gpu.hopper.decode_block_stream import Program
+from pallas_kernels.gpu.memory import store
 
 WARP = 32
 ROWS = plgpu.Layout.TILED(plgpu.Tiling(((TOGETHER, COLUMNS), (COLUMNS // WARP,))), (-3,), (-2,), -1)
@@ -61,15 +62,15 @@ def _add(p: Program, number: int, task: Array) -> None:
     before = _read(residual.at[rows, columns], ROWS)
     product = _total(p, number, tile, lambda parts: _read(parts.at[rows], ROWS))
     new = (before.astype(jnp.float32) + product).astype(before.dtype)
-    p.out.residual[rows, columns] = new
+    store(p.out.residual.at[rows, columns], new)
     if number + 1 == len(p.plan.products):
         return
     scale = _read(p.ops.scales[earlier].at[columns], ROWS.reduce(0)).astype(jnp.float32)
     if p.plan.unit_offset:
         scale = scale + 1.0
     wide = new.astype(jnp.float32)
-    p.out.rows[number][rows, columns] = (wide * _spread(scale, wide.shape, 1)).astype(before.dtype)
-    p.out.squares[earlier][rows, tile] = jnp.sum(wide * wide, axis=1)
+    store(p.out.rows[number].at[rows, columns], (wide * _spread(scale, wide.shape, 1)).astype(before.dtype))
+    store(p.out.squares[earlier].at[rows, tile], jnp.sum(wide * wide, axis=1))
 
 
 def _activate(p: Program, number: int, task: Array) -> None:
@@ -85,7 +86,7 @@ def _activate(p: Program, number: int, task: Array) -> None:
         wide = _spread(factor, gate.shape, 0)
         gate, up = gate * wide, up * wide
     target = p.out.rows[number]
-    target[rows, columns] = (p.plan.activation(gate) * up).astype(target.dtype)
+    store(target.at[rows, columns], (p.plan.activation(gate) * up).astype(target.dtype))
 
 
 def _head(p: Program, number: int, task: Array) -> None:
@@ -122,7 +123,7 @@ def _head(p: Program, number: int, task: Array) -> None:
     @pl.when((i == G + 1) & kept)
     def _value() -> None:
         for part, where in zip(x, halves, strict=True):
-            p.ops.value[to_lead, to_slot, k, where] = part.astype(p.ops.value.dtype)
+            store(p.ops.value.at[to_lead, to_slot, k, where], part.astype(p.ops.value.dtype))
 
     @pl.when(i <= G)
     def _turn() -> None:
@@ -143,12 +144,12 @@ def _head(p: Program, number: int, task: Array) -> None:
         @pl.when(i < G)
         def _query() -> None:
             for part, where in zip(turned, halves, strict=True):
-                p.out.query[row, k * G + i, where] = part.astype(dtype)
+                store(p.out.query.at[row, k * G + i, where], part.astype(dtype))
 
         @pl.when((i == G) & kept)
         def _key() -> None:
             for part, where in zip(turned, halves, strict=True):
-                p.ops.key[to_lead, to_slot, k, where] = part.astype(p.ops.key.dtype)
+                store(p.ops.key.at[to_lead, to_slot, k, where], part.astype(p.ops.key.dtype))
 
 
 def _factor(p: Program, number: int, rows: Any, layout: Any) -> Array | None:

@@ -16,6 +16,7 @@ from pallas_kernels.gpu.hopper import decode_block_grid as grid
 from pallas_kernels.gpu.hopper.attention_decode_work import div, rem
 from pallas_kernels.gpu.hopper.decode_block_config import ROWS_MULTIPLE, BlockOperands, BlockPlan
 from pallas_kernels.gpu.hopper.decode_block_split import BLOCK_OUTPUTS, Split
+from pallas_kernels.gpu.memory import store
 
 TILE = BLOCK_OUTPUTS // grid.GROUPS  # outputs of one warpgroup's matrix product
 
@@ -196,7 +197,7 @@ def _tile(p: Program, number: int, done: Array) -> Array:
     total = pl.run_scoped(add_up, plgpu.ACC((TILE, p.plan.padded), jnp.float32))
     release(index + units - 1)
     target = p.out.parts[number].at[run.rank + tile, :, mine].transpose((1, 0))
-    target[...] = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
+    store(target, plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED))
     return done + units
 
 

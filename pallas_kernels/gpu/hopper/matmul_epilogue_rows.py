@@ -22,6 +22,7 @@ from pallas_kernels.gpu.hopper.matmul_epilogue_config import (
     MatmulShape,
     weights_and_columns,
 )
+from pallas_kernels.gpu.memory import store
 from pallas_kernels.launch import round_up
 
 TURNED, OUTPUTS = plgpu.Layout.WGMMA_TRANSPOSED, plgpu.Layout.WGMMA.reduce(1)
@@ -187,7 +188,7 @@ class _Program:
         if self.inputs.residual is not None:
             source = self.inputs.residual.at[:, outputs].transpose((1, 0))
             y = y + plgpu.load(source, layout=TURNED, optimized=False).astype(jnp.float32)
-        self.result.at[:, outputs].transpose((1, 0))[...] = y.astype(self.result.dtype)
+        store(self.result.at[:, outputs].transpose((1, 0)), y.astype(self.result.dtype))
 
 
 def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
