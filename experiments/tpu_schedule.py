@@ -87,7 +87,8 @@ def compile_cases(chip: str, cases: Sequence[tpu_kernels.Case]) -> Iterator[dict
     """
     _, accelerator = CHIPS[chip]
     with tempfile.TemporaryDirectory() as dumps:
-        flags = f"--xla_jf_dump_to={dumps} --xla_jf_dump_llo_text=true"
+        # Of the hundreds of passes the last ones alone: writing all takes most of the time.
+        flags = f"--xla_jf_dump_to={dumps} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
         lines = "".join(json.dumps(dataclasses.asdict(case)) + "\n" for case in cases)
         command = [sys.executable, "-m", "experiments.tpu_schedule", chip, dumps]
         with subprocess.Popen(
@@ -130,6 +131,7 @@ def main(chip: str, dumps: Path) -> None:
     sharding = NamedSharding(Mesh(np.array(devices[:1]), ("x",)), PartitionSpec())
     for line in sys.stdin:
         case = tpu_kernels.Case(**json.loads(line))
+        jax.clear_caches()  # what was traced on other terms, such as with bounds checks
         try:
             call, arguments = tpu_kernels.build(case, MATRIX_UNIT[chip])
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
@@ -177,11 +179,12 @@ def read_schedule(name: str, files: dict[str, Path]) -> Schedule:
     inner = [loop for loop in loops if step.first < loop.first and loop.last < step.last]
     body = products[0] if products else step
     skipped = sum(branch.bundles for branch in branches)
-    matrix_slots = capacity[units.index("MXU")] * body.bundles
+    bundles_of_body = body.bundles if products else step.bundles - skipped
+    matrix_slots = capacity[units.index("MXU")] * bundles_of_body
     return Schedule(
         name=name,
         bundles=len(bundles),
-        body=body.bundles if products else step.bundles - skipped,
+        body=bundles_of_body,
         overhead=step.bundles - skipped if products else 0,
         product_loops=tuple(loop.bundles for loop in inner if loop.slots["MXU"]),
         other_loops=tuple(loop.bundles for loop in inner if not loop.slots["MXU"]),

@@ -328,6 +328,7 @@ def test_kernels_compile_for_chips(chip: str) -> None:
     from experiments.tpu_schedule import compile_cases
 
     cases = [Case("flashspec", 1024), Case("flashspec", 1024, backward=True), Case("flashspec decode", 1024, page=16)]
+    cases += [Case("flashspec decode", 1024, 256), Case("flashspec matmul", 256, gated=True)]
     for case, answer in zip(cases, compile_cases(chip, cases), strict=True):
         assert "error" not in answer, (case, answer)
         assert [s["name"].split(".")[0] for s in answer["schedules"]], case
