@@ -112,7 +112,8 @@ def _table(
             )
     columns = ["case", "kernel", "settings", OURS, *attention_peers.PEERS]
     columns += ["deterministic over default"] if direction == "training" else []
-    title = f"{name}, TFLOP/s (only visible pairs count, training 3.5 times)"
+    clocks = ", ".join(dict.fromkeys(timing.clock for timing in timed.timings.values()))
+    title = f"{name}, TFLOP/s (only visible pairs count, training 3.5 times), by {clocks}"
     job.table(name, title, [*columns, "ratio to the best"], rows)
     with job.figure(name, f"Attention, {name}") as axes:
         draw(axes, speeds)
