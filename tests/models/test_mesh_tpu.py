@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from flashspec import models
+from flashspec import models, selection
+from flashspec.attention import decode
 from flashspec.generate import generate
 from flashspec.models.partition import parameter_spec, sharding
 from flashspec.sampling import SamplingParams
@@ -34,6 +35,9 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> jax.sharding.Mesh:
         ("TPU_ACCELERATOR_TYPE", "v5litepod-16"),
     ):
         monkeypatch.setenv(name, value)
+    # What a process with these chips would find.
+    monkeypatch.setattr(decode, "resolve_device", lambda *_: selection.Target("TPU v5 lite", "tpu"))
+    monkeypatch.setattr(selection, "targets", tuple)
     slice_of_16 = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4")
     return models.decoder_mesh(4, 4, slice_of_16.devices)
 
@@ -82,6 +86,8 @@ def test_it_compiles_for_a_slice(mesh: jax.sharding.Mesh, speculative: bool) -> 
     compiled = jax.jit(decode).lower(*arguments).compile()
     program = compiled.as_text() or ""
     assert "all-reduce" in program  # the two sums of a layer
+    assert "flashspec_attention_forward" in program  # of the prompt
+    assert "flashspec_attention_decode" in program
     # A device holds a quarter of the target, not all of it: 2 bytes a parameter, with what the programs need besides.
     memory = compiled.memory_analysis()
     assert memory is not None
