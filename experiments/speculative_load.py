@@ -20,7 +20,7 @@ from flashspec.checks import at_least, fail
 from flashspec.measure import HOST, Checked, interleaved
 from flashspec.sampling import SamplingParams
 
-QUESTION = "From which batch on does speculation lose, and what does it do to waiting and tail times? (exercise 33.13)"
+QUESTION = "From which batch on does speculation lose, and what does it do to waiting and tail times (exercise 33.13)?"
 NEEDS = "nothing beyond the installation; with --large a GPU with 60 GB of memory"
 TIME = "3 minutes on an H200, 4 minutes on 2 CPU cores, which serve 16 slots at most"
 
