@@ -77,7 +77,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-@pytest.mark.parametrize("kind", VIEWS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "paged" else pytest.param(kind, marks=pytest.mark.slow) for kind in VIEWS]
+)
 def test_every_view_against_loops_in_numpy(kind: str) -> None:
     q, k, v = history()
     sinks, real = np.linspace(-1, 1, N).astype(np.float32), np.array([4, 2, 0])

@@ -68,7 +68,7 @@ def assert_same(got: Any, want: Any) -> None:
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5 * max(1, float(np.max(np.abs(y)))))
 
 
-@pytest.mark.parametrize("K", [4, 1])
+@pytest.mark.parametrize("K", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_explicit_axes(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
     call, *arguments = gradients(operands(K), "blockwise")
     want = call(*arguments)
