@@ -53,7 +53,12 @@ costs.expected_tokens = lambda acceptance, length=None, **_: sum(costs.survival(
 }
 
 
-@pytest.mark.parametrize("name", build.NAMES)
+LONG = ("33_3_flash_attention", "33_4_fusion_and_shapes", "33_6_verification_and_caches")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in build.NAMES]
+)
 def test_a_bug_in_the_library_fails_an_assertion(name: str) -> None:
     notebook = build.source_of(name)
     notebook.cells.insert(0, nbformat.v4.new_code_cell(BUGS[name]))
