@@ -53,7 +53,7 @@ costs.expected_tokens = lambda acceptance, length=None, **_: sum(costs.survival(
 }
 
 
-LONG = ("33_3_flash_attention", "33_4_fusion_and_shapes", "33_6_verification_and_caches")
+LONG = ("33_1_costs", "33_3_flash_attention", "33_4_fusion_and_shapes", "33_6_verification_and_caches")
 
 
 @pytest.mark.parametrize(
