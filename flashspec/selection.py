@@ -104,6 +104,17 @@ def platform_of(device: jax.Device) -> str:
     return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
 
 
+def device_named(platform: str, compute_capability: str | None) -> str:
+    """What a refusal calls a device: its platform, and of a CUDA GPU the compute capability."""
+    return f"cuda of compute capability {compute_capability or 'unknown'}" if platform == "cuda" else platform
+
+
+def elsewhere(capability: str, platform: str, compute_capability: str | None) -> tuple[str, ...]:
+    """Why a kernel for GPUs of one compute capability cannot run on a device; empty when it can."""
+    here, device = device_named("cuda", capability), device_named(platform, compute_capability)
+    return () if device == here else (f"runs on {here} only, not on {device}",)
+
+
 def resolve_device(device: jax.Device | str | None, operand: Any) -> Target:
     """The device to plan for: the one given, else where the operand lies, else the default one."""
     if isinstance(device, str):

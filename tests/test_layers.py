@@ -33,6 +33,7 @@ FILES = {
     "flashspec.devices": 1,
     "flashspec.records": 1,
     "flashspec.selection": 2,
+    "flashspec.vmap_rules": 2,
     "flashspec.online_softmax": 2,
     "flashspec.masks": 2,
     "flashspec.language_model": 5,

@@ -18,6 +18,7 @@ from flashspec.attention.request import AttentionRequest
 from flashspec.attention.settings import Hopper, settings_of
 from flashspec.attention.views import PagedView, View, WindowView
 from flashspec.devices import device_facts
+from flashspec.selection import elsewhere
 from pallas_kernels.gpu.hopper.attention_decode_config import (
     NOWHERE,
     DecodeCall,
@@ -87,16 +88,12 @@ def refusals(request: AttentionRequest, page: int | None) -> tuple[str, ...]:
       request: of the call over the gathered view.
       page: positions in a page of the view; None where it has no pages.
     """
-    device = request.platform
-    if device == "cuda":
-        device += f" of compute capability {request.compute_capability or 'unknown'}"
-    here = f"cuda of compute capability {CAPABILITY}"
-    elsewhere = () if device == here else (f"runs on {here} only, not on {device}",)
+    other = elsewhere(CAPABILITY, request.platform, request.compute_capability)
     shape = DecodeShape(request.B, request.T, request.S, request.N, request.K, request.H, page)
     limits = kernel_refusals(shape, itemsize=request.dtype.itemsize, value_size=request.Hv)
     split = tuple(f"{axis} is split over devices" for axis in request.partitioned)
     given = settings_of(request.settings, Hopper).decode
-    return elsewhere + split + (limits or config_refusals(shape, given or heuristic(shape, CORES)))
+    return other + split + (limits or config_refusals(shape, given or heuristic(shape, CORES)))
 
 
 def hopper_decode(

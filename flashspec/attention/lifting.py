@@ -18,6 +18,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flashspec.selection import Placement
+from flashspec.vmap_rules import one_by_one
 
 type Splitter = Callable[[Callable[..., Any], Sequence[str], Sequence[str]], Callable[..., Any]]
 
@@ -50,7 +51,8 @@ def lift(
     def _fold(size: int, batched: Sequence[bool], *arrays: Array) -> tuple[Any, Any]:
         led = [axes.split()[0] == "B" for axes in operands]
         if any(is_batched and not leads for is_batched, leads in zip(batched, led, strict=True)):
-            return _one_by_one(call, batched, arrays)  # such as pools of pages: there is no batch axis to fold into
+            results_of_all = one_by_one(call, batched, arrays)  # such as pools of pages: no batch axis to fold into
+            return results_of_all, type(results_of_all)([True] * len(results))
 
         def fold(x: Array, is_batched: bool) -> Array:
             x = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
@@ -61,19 +63,6 @@ def lift(
         return tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in folded), (True,) * len(results)
 
     return call
-
-
-def _one_by_one(
-    call: Callable[..., Sequence[Array]], batched: Sequence[bool], arrays: Sequence[Array]
-) -> tuple[Any, Any]:
-    """`call` for each entry of the mapped axis in turn."""
-
-    def one(mapped: Sequence[Array]) -> Sequence[Array]:
-        rest = iter(mapped)
-        return call(*(next(rest) if is_batched else x for x, is_batched in zip(arrays, batched, strict=True)))
-
-    results = lax.map(one, [x for x, is_batched in zip(arrays, batched, strict=True) if is_batched])
-    return results, type(results)([True] * len(results))
 
 
 def placed(placement: Placement | None) -> Splitter:

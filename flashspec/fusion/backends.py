@@ -15,7 +15,7 @@ from flashspec.fusion import decode_block_hopper, hopper, tpu
 from flashspec.fusion.reference import reference_epilogue
 from flashspec.fusion.request import EpilogueOperands, EpilogueRequest
 from flashspec.fusion.xla import xla_epilogue
-from flashspec.selection import Implementation, Target, first_that_can, named, run_where_lowered
+from flashspec.selection import Implementation, Target, axis_names, first_that_can, named, run_where_lowered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,8 +172,6 @@ def _result_spec(operands: EpilogueOperands) -> PartitionSpec:
     """The result is split like the rows of x and the columns of w, as far as one mesh axis does not serve both."""
     rows = jax.typeof(operands.x).sharding.spec[:-1]
     columns = jax.typeof(operands.w).sharding.spec[-1]
-    return PartitionSpec(*rows, None if set(_names(columns)) & {n for row in rows for n in _names(row)} else columns)
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+    return PartitionSpec(
+        *rows, None if set(axis_names(columns)) & {n for row in rows for n in axis_names(row)} else columns
+    )

@@ -12,6 +12,7 @@ from flashspec.devices import find_device_facts
 from flashspec.fusion.decode_block_request import BlockArrays, BlockRequest, Stream
 from flashspec.fusion.decode_block_xla import norm
 from flashspec.fusion.request import ACTIVATIONS
+from flashspec.selection import elsewhere
 from pallas_kernels.gpu.hopper.decode_block_config import (
     PRODUCTS,
     BlockConfig,
@@ -29,12 +30,9 @@ type Kernel = Callable[[BlockPlan, BlockOperands], Any]
 
 def refusals(request: BlockRequest) -> tuple[str, ...]:
     """Why the Hopper kernel cannot run a call; empty when it can."""
-    device = request.platform
-    if device == "cuda":
-        device += f" of compute capability {request.compute_capability or 'unknown'}"
-    here = f"cuda of compute capability {CAPABILITY}"
-    if device != here:
-        return (f"runs on {here} only, not on {device}",)
+    other = elsewhere(CAPABILITY, request.platform, request.compute_capability)
+    if other:
+        return other
     cores = _cores(request)
     if cores is None:
         kind = request.device_kind or "the device"

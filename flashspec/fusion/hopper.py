@@ -13,6 +13,7 @@ from flashspec.devices import device_facts, find_device_facts
 from flashspec.fusion.request import ACTIVATIONS, EpilogueOperands, EpilogueRequest
 from flashspec.fusion.splitting import lift
 from flashspec.fusion.xla import xla_epilogue
+from flashspec.selection import elsewhere
 from pallas_kernels.gpu.hopper.matmul_epilogue_config import (
     FewRowsConfig,
     MatmulShape,
@@ -36,11 +37,7 @@ class Kernels(NamedTuple):
 
 def refusals(request: EpilogueRequest) -> tuple[str, ...]:
     """Why the Hopper kernels cannot run a call; empty when they can."""
-    device = request.platform
-    if device == "cuda":
-        device += f" of compute capability {request.compute_capability or 'unknown'}"
-    here = f"cuda of compute capability {CAPABILITY}"
-    return (() if device == here else (f"runs on {here} only, not on {device}",)) + kernel_refusals(request)
+    return elsewhere(CAPABILITY, request.platform, request.compute_capability) + kernel_refusals(request)
 
 
 def kernel_refusals(request: EpilogueRequest) -> tuple[str, ...]:

@@ -17,6 +17,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flashspec.fusion.request import EpilogueOperands
+from flashspec.selection import axis_names
+from flashspec.vmap_rules import one_by_one
 
 AXES: Mapping[str, str] = {
     "x": "rows inputs",
@@ -65,7 +67,7 @@ def _call(
     def _fold(size: int, batched: Sequence[bool], *arrays: Array) -> tuple[Array, bool]:
         rows = [sides.startswith("rows") for sides in axes]
         if any(is_batched and not has_rows for is_batched, has_rows in zip(batched, rows, strict=True)):
-            return _one_by_one(call, batched, arrays), True  # each has weights of its own
+            return one_by_one(call, batched, arrays), True  # each has weights of its own
 
         def fold(x: Array, is_batched: bool) -> Array:
             x = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
@@ -76,16 +78,6 @@ def _call(
         return folded.reshape(size, -1, folded.shape[-1]), True
 
     return call
-
-
-def _one_by_one(call: Callable[..., Array], batched: Sequence[bool], arrays: Sequence[Array]) -> Array:
-    """`call` for each entry of the mapped axis in turn."""
-
-    def one(mapped: Sequence[Array]) -> Array:
-        rest = iter(mapped)
-        return call(*(next(rest) if is_batched else x for x, is_batched in zip(arrays, batched, strict=True)))
-
-    return lax.map(one, [x for x, is_batched in zip(arrays, batched, strict=True) if is_batched])
 
 
 def _operands(names: Sequence[str], arrays: Sequence[Array]) -> EpilogueOperands:
@@ -104,8 +96,8 @@ def _partitioned(
     def partition(mesh: Mesh, arguments: Sequence[Any], result: Any) -> Any:
         del result
         over = dict(zip(("rows", "inputs"), _spec(arguments[0]), strict=True))
-        taken = {name for axis in over.values() for name in _names(axis)}
-        over["outputs"] = tuple(name for name in _names(_spec(arguments[1])[-1]) if name not in taken) or None
+        taken = {name for axis in over.values() for name in axis_names(axis)}
+        over["outputs"] = tuple(name for name in axis_names(_spec(arguments[1])[-1]) if name not in taken) or None
 
         def sharding(sides: str) -> NamedSharding:
             return NamedSharding(mesh, PartitionSpec(*(over.get(side) for side in sides.split())))
@@ -122,7 +114,3 @@ def _partitioned(
 
 def _spec(argument: Any) -> tuple[Any, ...]:
     return (*argument.sharding.spec, *[None] * len(argument.shape))[: len(argument.shape)]
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
