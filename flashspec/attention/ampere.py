@@ -11,12 +11,23 @@ from collections.abc import Mapping
 from jax import Array
 
 from flashspec.attention import tuning
-from flashspec.attention.gpu_kernels import Family, Kernels, Program, kernel_attention, kernel_stats
+from flashspec.attention.gpu_kernels import (
+    Family,
+    Kernels,
+    Program,
+    kernel_attention,
+    kernel_stats,
+    launch_table,
+    least_heads,
+    padded_bytes,
+    shape_of,
+)
 from flashspec.attention.hopper import kernel_refusals
 from flashspec.attention.hopper_mask import may_hide
 from flashspec.attention.request import AttentionOperands, AttentionRequest
 from flashspec.attention.settings import Ampere, settings_of
 from flashspec.online_softmax import SoftmaxStats
+from flashspec.selection import device_named
 from pallas_kernels.gpu.ampere import attention_backward_config, attention_forward_config
 from pallas_kernels.gpu.ampere.attention_backward_config import BackwardConfig
 from pallas_kernels.gpu.ampere.attention_forward_config import AttentionShape, ForwardConfig, shared_memory
@@ -27,15 +38,12 @@ OLDEST = 8  # compute capability of the first GPU whose mma takes bfloat16 and t
 COPY_ENGINE = 9  # that of the first GPU with a copy engine, which is then the way to copy in Mosaic GPU
 LARGEST_BACKWARD_HEAD = 128
 FORWARD, BACKWARD = "ampere_attention_forward", "ampere_attention_backward"  # names of tuned files
-HEAD_MULTIPLE = 64
 BLOCKS = (64, 128)  # lengths are padded to the first if they fit it, else to multiples of the second
 
 
 def refusals(request: AttentionRequest) -> tuple[str, ...]:
     """Why the portable kernels cannot run a call, forward and backward; empty when they can."""
-    device = request.platform
-    if device == "cuda":
-        device += f" of compute capability {request.compute_capability or 'unknown'}"
+    device = device_named(request.platform, request.compute_capability)
     here = request.platform == "cuda" and _generation(request) >= OLDEST
     elsewhere = () if here else (f"runs on cuda of compute capability {OLDEST}.0 or more only, not on {device}",)
     return elsewhere + (kernel_refusals(dataclasses.replace(request, settings=())) or _settings_refusals(request))
@@ -60,11 +68,8 @@ def backward(request: AttentionRequest) -> str:
 
 def launch_config(request: AttentionRequest) -> Mapping[str, int]:
     """Launch settings of forward and backward, for the plan."""
-    settings = {name: int(value) for name, value in dataclasses.asdict(_forward_config(request)[0]).items()}
-    if backward(request) == "ampere":
-        others = dataclasses.asdict(_backward_config(request)[0]) | {"deterministic": _deterministic(request)}
-        settings |= {f"backward_{name}": int(value) for name, value in others.items()}
-    return settings
+    own = _backward_config(request)[0] if backward(request) == "ampere" else None
+    return launch_table(_forward_config(request)[0], own, _deterministic(request))
 
 
 def sources(request: AttentionRequest) -> Mapping[str, str]:
@@ -75,18 +80,8 @@ def sources(request: AttentionRequest) -> Mapping[str, str]:
 
 def copies(request: AttentionRequest) -> Mapping[str, int]:
     """Bytes of each array that is padded, or blanked where nobody sees it, for the plan."""
-    r, padded, blanked = request, _padded_shape(request), may_hide(request)
-    sizes = {
-        "query": (r.B * r.N, (r.T, r.H), (padded.T, padded.H)),
-        "key": (r.B * r.K, (r.S, r.H), (padded.S, padded.H)),
-        "value": (r.B * r.K, (r.S, r.Hv), (padded.S, padded.Hv)),
-        "output": (r.B * r.N, (r.T, r.Hv), (padded.T, padded.Hv)),
-    }
-    return {
-        name: rows * length * size * r.dtype.itemsize
-        for name, (rows, given, (length, size)) in sizes.items()
-        if given != (length, size) or (blanked and name != "output")
-    }
+    blanked = may_hide(request)
+    return padded_bytes(shape_of(request), _padded_shape(request), request.dtype.itemsize, blanked=blanked)
 
 
 def ampere_attention(kernels: Kernels, request: AttentionRequest, operands: AttentionOperands) -> tuple[Array, Array]:
@@ -131,15 +126,8 @@ def _generation(request: AttentionRequest) -> int:
 
 def _padded_shape(request: AttentionRequest) -> AttentionShape:
     T, S = (round_up(size, BLOCKS[0] if size <= BLOCKS[0] else BLOCKS[1]) for size in (request.T, request.S))
-    return AttentionShape(request.B, T, S, request.N, request.K, *_padded_heads(request.H, request.Hv))
-
-
-def _padded_heads(H: int, Hv: int) -> tuple[int, int]:
-    """The head sizes that the kernels compute with: up to 128 the least that the backward takes."""
-    for sizes in attention_backward_config.HEAD_SIZES:
-        if sizes[0] >= H and sizes[1] >= Hv:
-            return sizes
-    return round_up(H, HEAD_MULTIPLE), round_up(Hv, HEAD_MULTIPLE)
+    heads = least_heads(attention_backward_config.HEAD_SIZES, request.H, request.Hv)
+    return AttentionShape(request.B, T, S, request.N, request.K, *heads)
 
 
 def _settings(request: AttentionRequest) -> Ampere:

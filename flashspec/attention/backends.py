@@ -126,7 +126,6 @@ BACKENDS: Mapping[str, Backend] = {
             config=hopper.launch_config,
             sources=hopper.sources,
             row_major=True,
-            backward=hopper.backward,
             copies=hopper.copies,
         ),
         Backend(

@@ -6,7 +6,7 @@ or through (l, u) with m held constant (eq. 33.6 to 33.8).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,9 @@ from flashspec.attention.request import AttentionOperands, AttentionRequest
 from flashspec.online_softmax import SoftmaxStats, empty_stats
 from pallas_kernels.gpu.hopper.attention_forward_config import AttentionShape
 from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, SegmentIds
-from pallas_kernels.launch import varying_alike
+from pallas_kernels.launch import round_up, varying_alike
+
+HEAD_MULTIPLE = 64
 
 
 class Kernels(NamedTuple):
@@ -69,13 +71,50 @@ class Family(NamedTuple):
       name: of the backend.
       shape: the sizes, at least the call's own, that the forward computes with.
       program: what is static about a call with a mask.
-      backward: which backend computes the gradients of a call.
+      backward: which backend computes the gradients of a call; None where it is always this one.
     """
 
     name: str
     shape: Callable[[AttentionRequest], AttentionShape]
     program: Callable[[AttentionRequest, AttentionMask], Program]
-    backward: Callable[[AttentionRequest], str]
+    backward: Callable[[AttentionRequest], str] | None = None
+
+
+def shape_of(request: AttentionRequest) -> AttentionShape:
+    """The call's own sizes."""
+    return AttentionShape(request.B, request.T, request.S, request.N, request.K, request.H, request.Hv)
+
+
+def least_heads(sizes: Sequence[tuple[int, int]], H: int, Hv: int) -> tuple[int, int]:
+    """The head sizes that a forward computes with: the least of the backward's `sizes`, else multiples of 64."""
+    fitting = (pair for pair in sizes if pair[0] >= H and pair[1] >= Hv)
+    return next(fitting, (round_up(H, HEAD_MULTIPLE), round_up(Hv, HEAD_MULTIPLE)))
+
+
+def padded_bytes(
+    given: AttentionShape, padded: AttentionShape, itemsize: int, *, blanked: bool = False
+) -> dict[str, int]:
+    """Bytes of each array whose sizes differ, and of all operands where what nobody sees is blanked, for the plan."""
+    sizes = {
+        "query": (given.B * given.N, (given.T, given.H), (padded.T, padded.H)),
+        "key": (given.B * given.K, (given.S, given.H), (padded.S, padded.H)),
+        "value": (given.B * given.K, (given.S, given.Hv), (padded.S, padded.Hv)),
+        "output": (given.B * given.N, (given.T, given.Hv), (padded.T, padded.Hv)),
+    }
+    return {
+        name: rows * length * size * itemsize
+        for name, (rows, own, (length, size)) in sizes.items()
+        if own != (length, size) or (blanked and name != "output")
+    }
+
+
+def launch_table(forward: Any, backward: Any | None, deterministic: bool) -> Mapping[str, int]:
+    """Launch settings of forward and backward, for the plan; None where another backend has the gradients."""
+    settings = dataclasses.asdict(forward)
+    if backward is not None:
+        others = dataclasses.asdict(backward) | {"deterministic": deterministic}
+        settings |= {f"backward_{name}": value for name, value in others.items()}
+    return {name: int(value) for name, value in settings.items()}
 
 
 def kernel_attention(family: Family, request: AttentionRequest, operands: AttentionOperands) -> tuple[Array, Array]:
@@ -107,7 +146,7 @@ def _differentiable[T](
     family: Family, request: AttentionRequest, forward: Callable[[AttentionOperands], T], twin: Callable[..., T]
 ) -> Callable[[AttentionOperands], T]:
     """`forward`, which differentiates itself; or with the gradients of its twin, where the kernels have none."""
-    if family.backward(request) == family.name:
+    if family.backward is None or family.backward(request) == family.name:
         return forward
     call = jax.custom_vjp(forward)
 

@@ -4,7 +4,6 @@ The kernels are passed in, so that tests run the very same code over stand-ins. 
 head sizes in multiples of 64; others are padded, a copy that the plan counts.
 """
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -14,12 +13,23 @@ import numpy as np
 from jax import Array
 
 from flashspec.attention import tuning
-from flashspec.attention.gpu_kernels import Family, Kernels, Program, kernel_attention, kernel_stats
+from flashspec.attention.gpu_kernels import (
+    Family,
+    Kernels,
+    Program,
+    kernel_attention,
+    kernel_stats,
+    launch_table,
+    least_heads,
+    padded_bytes,
+    shape_of,
+)
 from flashspec.attention.hopper_mask import may_hide
 from flashspec.attention.request import AttentionOperands, AttentionRequest
 from flashspec.attention.settings import Hopper, settings_of
 from flashspec.devices import device_facts, find_device_facts
 from flashspec.online_softmax import SoftmaxStats
+from flashspec.selection import elsewhere
 from pallas_kernels.gpu.hopper import attention_backward_config, attention_forward_config
 from pallas_kernels.gpu.hopper.attention_backward_config import BackwardConfig, BackwardShape
 from pallas_kernels.gpu.hopper.attention_forward_config import AttentionShape, ForwardConfig
@@ -28,18 +38,13 @@ from pallas_kernels.launch import round_up
 
 CAPABILITY = "9.0"
 DEVICE = "NVIDIA H200"  # what a launch is shaped for where the device is not known; any Hopper chip runs it
-LARGEST_HEAD, LARGEST_BACKWARD_HEAD = 256, 256
-HEAD_MULTIPLE, LENGTH_MULTIPLE = 64, 8
+LARGEST_HEAD = 256
+LENGTH_MULTIPLE = 8
 
 
 def refusals(request: AttentionRequest) -> tuple[str, ...]:
     """Why the Hopper kernels cannot run a call, forward and backward; empty when they can."""
-    device = request.platform
-    if device == "cuda":
-        device += f" of compute capability {request.compute_capability or 'unknown'}"
-    here = f"cuda of compute capability {CAPABILITY}"
-    elsewhere = () if device == here else (f"runs on {here} only, not on {device}",)
-    return elsewhere + kernel_refusals(request)
+    return elsewhere(CAPABILITY, request.platform, request.compute_capability) + kernel_refusals(request)
 
 
 def kernel_refusals(request: AttentionRequest) -> tuple[str, ...]:
@@ -77,24 +82,14 @@ _OPTIONS = {
 }
 
 
-def backward(request: AttentionRequest) -> str:
-    """Which backend computes the gradients of a call: "hopper", or "blockwise" where a head is too wide for it."""
-    return "hopper" if max(request.H, request.Hv) <= LARGEST_BACKWARD_HEAD else "blockwise"
-
-
 def launch_config(request: AttentionRequest) -> Mapping[str, int]:
     """Launch settings of forward and backward, for the plan."""
-    settings = {name: int(value) for name, value in dataclasses.asdict(_forward_config(request)[0]).items()}
-    if backward(request) == "hopper":
-        others = dataclasses.asdict(_backward_config(request)[0]) | {"deterministic": _settings(request).deterministic}
-        settings |= {f"backward_{name}": int(value) for name, value in others.items()}
-    return settings
+    return launch_table(_forward_config(request)[0], _backward_config(request)[0], _settings(request).deterministic)
 
 
 def sources(request: AttentionRequest) -> Mapping[str, str]:
     """Where the launch settings of each direction come from, for the plan: "given", "tuned" or "heuristic"."""
-    both = {"forward": _forward_config(request)[1], "backward": _backward_config(request)[1]}
-    return both if backward(request) == "hopper" else {"forward": both["forward"]}
+    return {"forward": _forward_config(request)[1], "backward": _backward_config(request)[1]}
 
 
 def searches(request: AttentionRequest) -> Mapping[str, tuple[tuning.TuningKey, tuple[Any, ...]]]:
@@ -112,23 +107,10 @@ def searches(request: AttentionRequest) -> Mapping[str, tuple[tuning.TuningKey, 
 
 def copies(request: AttentionRequest) -> Mapping[str, int]:
     """Bytes of each array that is padded, or blanked where nobody sees it, for the plan."""
-    r, padded, wide = request, _padded_shape(request), _backward_shape(request)
-    blanked = may_hide(request)
-    sizes = {
-        "query": (r.B * r.N, (r.T, r.H), (padded.T, padded.H)),
-        "key": (r.B * r.K, (r.S, r.H), (padded.S, padded.H)),
-        "value": (r.B * r.K, (r.S, r.Hv), (padded.S, padded.Hv)),
-        "output": (r.B * r.N, (r.T, r.Hv), (padded.T, padded.Hv)),
-    }
-    if backward(request) == "hopper":
-        for name, x, H in (("query", "T", "H"), ("key", "S", "H"), ("value", "S", "Hv"), ("output", "T", "Hv")):
-            before, after = ((getattr(shape, x), getattr(shape, H)) for shape in (padded, wide))
-            sizes[f"{name} of the backward"] = (sizes[name][0], before, after)
-    return {
-        name: rows * length * size * r.dtype.itemsize
-        for name, (rows, given, (length, size)) in sizes.items()
-        if given != (length, size) or (blanked and name in ("query", "key", "value"))
-    }
+    padded, itemsize = _padded_shape(request), request.dtype.itemsize
+    own = padded_bytes(shape_of(request), padded, itemsize, blanked=may_hide(request))
+    wider = padded_bytes(padded, AttentionShape(*_backward_shape(request)), itemsize)
+    return own | {f"{name} of the backward": size for name, size in wider.items()}
 
 
 def hopper_attention(kernels: Kernels, request: AttentionRequest, operands: AttentionOperands) -> tuple[Array, Array]:
@@ -148,7 +130,7 @@ def hopper_stats(kernels: Kernels, request: AttentionRequest, operands: Attentio
 
 
 def _family(kernels: Kernels) -> Family:
-    return Family("hopper", _padded_shape, functools.partial(_program, kernels), backward)
+    return Family("hopper", _padded_shape, functools.partial(_program, kernels))
 
 
 def _program(kernels: Kernels, request: AttentionRequest, mask: AttentionMask) -> Program:
@@ -166,11 +148,8 @@ def _program(kernels: Kernels, request: AttentionRequest, mask: AttentionMask) -
 
 
 def padded_heads(H: int, Hv: int) -> tuple[int, int]:
-    """The head sizes that the forward computes with: up to 128 the least that the backward takes too."""
-    for sizes in attention_backward_config.HEAD_SIZES:
-        if sizes[0] >= H and sizes[1] >= Hv:
-            return sizes
-    return round_up(H, HEAD_MULTIPLE), round_up(Hv, HEAD_MULTIPLE)
+    """The head sizes that the forward computes with."""
+    return least_heads(attention_backward_config.HEAD_SIZES, H, Hv)
 
 
 def backward_heads(H: int, Hv: int) -> tuple[int, int]:
