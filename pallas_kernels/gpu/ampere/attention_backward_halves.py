@@ -11,8 +11,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu.ampere.attention_backward_keys import Block, KeyBlocks
+from pallas_kernels.gpu.ampere.attention_backward_keys import KeyBlocks
 from pallas_kernels.gpu.ampere.attention_tile import COLUMN, DEPTH, MATRIX, full, left, right, scores, tiled
+from pallas_kernels.gpu.hopper.attention_backward_tile import KeyTile
 from pallas_kernels.gpu.memory import store
 
 EXCHANGED_BYTES = 32  # of a row of a tile of P or dS, which is read 16 columns at a time
@@ -33,14 +34,14 @@ class HalfQueryBlocks(KeyBlocks):
         c, s = self.config, self.shape
         return (full((c.keys, s.Hv if w == 0 else s.H), 0, MATRIX),)
 
-    def _store(self, block: Block, w: int, sums: tuple[Any, ...]) -> None:
+    def _store(self, block: KeyTile, w: int, sums: tuple[Any, ...]) -> None:
         (total,) = sums
         output, size = (self.dv, self.shape.Hv) if w == 0 else (self.dk, self.shape.H)
         total = total if w == 0 else total * self.facts.scale
         rows = pl.ds(block.k_start, self.config.keys)
         store(output.at[block.batch, rows, pl.ds(block.kv_head * size, size)], total.astype(output.dtype))
 
-    def _step(self, block: Block, w: int, count: Any, masked: bool, t: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _step(self, block: KeyTile, w: int, count: Any, masked: bool, t: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         """One block of queries."""
         c, (total,) = self.config, sums
         slot, half = lax.rem(t, c.stages), c.block_q // 2

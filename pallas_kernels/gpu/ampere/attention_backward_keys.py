@@ -9,7 +9,7 @@ it seven, at the price of sums whose order, hence last bits, differ from run to 
 
 import functools
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -33,25 +33,9 @@ from pallas_kernels.gpu.ampere.attention_tile import (
     sync,
     tiled,
 )
-from pallas_kernels.gpu.hopper.attention_backward_tile import Scores, hide, intersection, load_ids, visited, within
+from pallas_kernels.gpu.hopper.attention_backward_tile import KeyTile, Scores, hide, load_ids, met, ranges_of
 from pallas_kernels.gpu.hopper.attention_tile import place
 from pallas_kernels.gpu.memory import store
-
-
-class Block(NamedTuple):
-    """A thread block's keys, and the blocks [begin, end) of queries, of each head, that meet them.
-
-    Those outside of [full_begin, full_end) have to be masked.
-    """
-
-    batch: Any
-    kv_head: Any
-    k_start: Any
-    row: Any
-    begin: Any
-    full_begin: Any
-    full_end: Any
-    end: Any
 
 
 class KeyBlocks:
@@ -103,21 +87,23 @@ class KeyBlocks:
         for w in range(2):
             pl.when(warpgroup == w)(functools.partial(self._compute, block, w))
 
-    def _block(self, index: Any) -> Block:
+    def _block(self, index: Any) -> KeyTile:
         s, mask, c = self.shape, self.facts.mask, self.config
         head, block = place(index, s.B * s.K, self.kv_blocks, max(1, c.section // s.G))
         batch, k_start = lax.div(head, s.K), block * c.keys
         row = mask.row(self.gmem.bounds, batch)
-        seen, whole = mask.visible_queries(row, k_start, c.keys), mask.full_queries(row, k_start, c.keys)
-        if mask.segments:
-            ranges = [self.gmem.kv_ranges[batch, block, i] for i in range(4)]
-            seen, whole = intersection(seen, ranges[:2]), intersection(whole, ranges[2:])
-        begin, end = visited(seen, c.block_q, self.q_blocks)
-        # Without a limit at that end, the last queries are hidden by their lse at most.
-        full_begin, full_end = within(whole, begin, end, c.block_q, open_ended=not (mask.left or mask.segments))
-        return Block(batch, lax.rem(head, s.K), k_start, row, begin, full_begin, full_end, end)
+        blocks = met(
+            mask.visible_queries(row, k_start, c.keys),
+            mask.full_queries(row, k_start, c.keys),
+            ranges_of(self.gmem.kv_ranges, batch, block),
+            c.block_q,
+            self.q_blocks,
+            # Without a limit at that end, the last queries are hidden by their lse at most.
+            open_ended=not (mask.left or mask.segments),
+        )
+        return KeyTile(batch, lax.rem(head, s.K), k_start, row, *blocks)
 
-    def _place(self, block: Block, t: Any) -> tuple[Any, Any]:
+    def _place(self, block: KeyTile, t: Any) -> tuple[Any, Any]:
         """(query head, first query) of the t-th block of queries: full ones of every head of the group come first."""
         G, full_count = self.shape.G, block.full_end - block.full_begin
         number = t
@@ -132,7 +118,7 @@ class KeyBlocks:
         j = ordered(number, block.begin, block.full_begin, block.full_end)
         return block.kv_head * G + member, j * self.config.block_q
 
-    def _copy(self, block: Block, w: int, t: Any) -> None:
+    def _copy(self, block: KeyTile, w: int, t: Any) -> None:
         """Start the copies of the t-th block of queries and output gradients, half by each of two warpgroups."""
         head, q_start = self._place(block, t)
         s, c, slot = self.shape, self.config, lax.rem(t, self.config.stages)
@@ -153,7 +139,7 @@ class KeyBlocks:
             plgpu.barrier_arrive(self.chip.met)
             plgpu.barrier_wait(self.chip.met)
 
-    def _compute(self, block: Block, w: int) -> None:
+    def _compute(self, block: KeyTile, w: int) -> None:
         """A warpgroup: the sums of its 64 keys."""
         s, c = self.shape, self.config
         keys = pl.ds(block.k_start, c.keys)
@@ -181,7 +167,7 @@ class KeyBlocks:
         """What a warpgroup sums, before the first block."""
         return full((TILE, self.shape.H), 0, MATRIX), full((TILE, self.shape.Hv), 0, MATRIX)
 
-    def _store(self, block: Block, w: int, sums: tuple[Any, ...]) -> None:
+    def _store(self, block: KeyTile, w: int, sums: tuple[Any, ...]) -> None:
         """Write what a warpgroup has summed."""
         s, (dk, dv) = self.shape, sums
         rows = pl.ds(block.k_start + w * TILE, TILE)
@@ -189,11 +175,11 @@ class KeyBlocks:
             target = output.at[block.batch, rows, pl.ds(block.kv_head * size, size)]
             store(target, total.astype(output.dtype))
 
-    def _copy_next(self, block: Block, w: int, t: Any, count: Any) -> None:
+    def _copy_next(self, block: KeyTile, w: int, t: Any, count: Any) -> None:
         """Start the copies of the block after the t-th, if there is one."""
         pl.when(t + 1 < count)(functools.partial(self._copy, block, w, t + 1))
 
-    def _step(self, block: Block, w: int, count: Any, masked: bool, t: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _step(self, block: KeyTile, w: int, count: Any, masked: bool, t: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         """One block of queries."""
         c, mine, (dk, dv) = self.config, pl.ds(w * TILE, TILE), sums
         slot = lax.rem(t, c.stages)
@@ -229,7 +215,7 @@ class KeyBlocks:
             self._copy_next(block, w, t, count)
         return dk, dv
 
-    def _hide(self, p: Any, block: Block, k_start: Any, q_start: Any) -> Any:
+    def _hide(self, p: Any, block: KeyTile, k_start: Any, q_start: Any) -> Any:
         """P^T with 0 for hidden pairs."""
         keys, queries = p.shape
         span = self.facts.queries_of_keys(block.row, k_start, keys)
@@ -237,7 +223,7 @@ class KeyBlocks:
         column_ids = load_ids(self.gmem.q_ids, block.batch, q_start, queries, COLUMN)
         return hide(p, span, q_start, row_ids, column_ids)
 
-    def _add(self, block: Block, w: int, head: Any, q_start: Any) -> None:
+    def _add(self, block: KeyTile, w: int, head: Any, q_start: Any) -> None:
         """Add a warpgroup's share of a block of dQ to device memory."""
         c, H = self.config, self.shape.H
         rows, columns = c.dq_share(H)

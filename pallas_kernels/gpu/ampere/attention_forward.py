@@ -5,7 +5,7 @@ operand of the second product where they are.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from pallas_kernels.gpu.ampere.attention_tile import (
     tiled,
     whole,
 )
+from pallas_kernels.gpu.hopper.attention_forward_warpgroups import Operands
 from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, SegmentIds, segment_ranges
 from pallas_kernels.gpu.hopper.attention_tile import LOG2E, index_of, tanh
 from pallas_kernels.gpu.memory import store
@@ -77,7 +78,7 @@ def attention_forward(
     if reasons:
         raise ValueError("; ".join(reasons))
     kernel = _Forward(shape, mask, scale, soft_cap, statistics, config)
-    operands = _Operands(flat(query), flat(key), flat(value), bounds, sinks)
+    operands = Operands(flat(query), flat(key), flat(value), bounds, sinks)
     if segments is not None:
         ids = SegmentIds(whole(segments.q, shape.T), whole(segments.kv, shape.S))
         operands = operands._replace(q_ids=ids.q, kv_ids=ids.kv, ranges=segment_ranges(*ids, config.rows))
@@ -98,19 +99,6 @@ def attention_forward(
     with jax.enable_x64(False):  # numbers in a kernel are of 32 bits, whatever the caller's are
         u, *statistics_or_lse = run(*(operand for operand in operands if operand is not None))
     return u.reshape(shape.B, shape.T, shape.N, shape.Hv), *statistics_or_lse
-
-
-class _Operands(NamedTuple):
-    """Arrays, or references to them in the kernel; None where a call has none."""
-
-    q: Any
-    k: Any
-    v: Any
-    bounds: Any = None
-    sinks: Any = None
-    q_ids: Any = None
-    kv_ids: Any = None
-    ranges: Any = None
 
 
 class _Forward(QueryTiles):
@@ -140,7 +128,7 @@ class _Forward(QueryTiles):
 
     def body(self, names: tuple[str, ...], *refs: Any) -> None:
         """The kernel: operands of these names, outputs, then scratch."""
-        self.gmem = _Operands(**dict(zip(names, refs, strict=False)))
+        self.gmem = Operands(**dict(zip(names, refs, strict=False)))
         *self.outputs, q, self.ring, q_full, self.turns = refs[len(names) :]
         tile = self.tile(lax.axis_index("program"))
         if self.config.warpgroups == 1:

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.ampere.attention_tile import COLUMN, ROW, Copies, sync, tiled
-from pallas_kernels.gpu.hopper.attention_backward_tile import intersection, visited, within
+from pallas_kernels.gpu.hopper.attention_backward_tile import met, ranges_of
 from pallas_kernels.gpu.hopper.attention_forward_config import AttentionShape
 from pallas_kernels.gpu.hopper.attention_mask import AttentionMask
 from pallas_kernels.gpu.hopper.attention_tile import index_of, place
@@ -93,12 +93,8 @@ class QueryTiles:
         batch, q_start = lax.div(head, s.N), number * self.rows
         row = mask.row(self.gmem.bounds, batch)
         seen, full = mask.visible_keys(row, q_start, self.rows), mask.full_keys(row, q_start, self.rows)
-        if mask.segments:
-            ranges = [self.gmem.ranges[batch, number, i] for i in range(4)]
-            seen, full = intersection(seen, ranges[:2]), intersection(full, ranges[2:])
-        begin, end = visited(seen, c.block_kv, self.kv_blocks)
-        full_begin, full_end = within(full, begin, end, c.block_kv, open_ended=False)
-        return Tile(batch, lax.rem(head, s.N), q_start, row, begin, full_begin, full_end, end)
+        blocks = met(seen, full, ranges_of(self.gmem.ranges, batch, number), c.block_kv, self.kv_blocks)
+        return Tile(batch, lax.rem(head, s.N), q_start, row, *blocks)
 
     def queries(self, tile: Tile, size: int) -> Any:
         """Where a tile's rows of queries or of output gradients are, in [B, T, N * size]."""

@@ -9,7 +9,7 @@ dQ makes it seven, at the price of sums whose order, hence last bits, differ fro
 
 import functools
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,36 +19,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gpu.hopper.attention_backward_config import BLOCK_Q, BackwardConfig, BackwardShape
 from pallas_kernels.gpu.hopper.attention_backward_tile import (
     WARPGROUPS,
+    KeyTile,
     Operands,
     Scores,
     hide,
-    intersection,
     load_ids,
     meet,
+    met,
+    ranges_of,
     visit,
-    visited,
-    within,
 )
 from pallas_kernels.gpu.hopper.attention_tile import COLUMN, ROW, TILE, place, tiled
 from pallas_kernels.launch import cdiv, round_up
 
 EXCHANGES = 2  # buffers of dS: one is read while the next is written
-
-
-class Block(NamedTuple):
-    """A thread block's keys, and the blocks of queries that meet them, of each head: [begin, end).
-
-    Those outside of [full_begin, full_end) have to be masked.
-    """
-
-    batch: Any
-    kv_head: Any
-    k_start: Any
-    row: Any
-    begin: Any
-    full_begin: Any
-    full_end: Any
-    end: Any
 
 
 class KeyBlocks:
@@ -113,21 +97,23 @@ class KeyBlocks:
             pl.when(warpgroup == w)(functools.partial(self._compute, program, w))
         pl.when(warpgroup == WARPGROUPS)(functools.partial(self._copy, program))
 
-    def _block(self, index: Any) -> Block:
+    def _block(self, index: Any) -> KeyTile:
         s, mask, size = self.shape, self.scores.mask, self.config.block_q
         head, block = place(index, s.B * s.K, self.kv_blocks, self.config.section)
         batch, k_start = lax.div(head, s.K), block * self.block_kv
         row = mask.row(self.gmem.bounds, batch)
-        seen, full = mask.visible_queries(row, k_start, self.block_kv), mask.full_queries(row, k_start, self.block_kv)
-        if mask.segments:
-            ranges = [self.gmem.kv_ranges[batch, block, i] for i in range(4)]
-            seen, full = intersection(seen, ranges[:2]), intersection(full, ranges[2:])
-        begin, end = visited(seen, size, self.q_blocks)
-        # Without a limit at that end, the last queries are hidden by their lse at most.
-        full_begin, full_end = within(full, begin, end, size, open_ended=not (mask.left or mask.segments))
-        return Block(batch, lax.rem(head, s.K), k_start, row, begin, full_begin, full_end, end)
+        blocks = met(
+            mask.visible_queries(row, k_start, self.block_kv),
+            mask.full_queries(row, k_start, self.block_kv),
+            ranges_of(self.gmem.kv_ranges, batch, block),
+            size,
+            self.q_blocks,
+            # Without a limit at that end, the last queries are hidden by their lse at most.
+            open_ended=not (mask.left or mask.segments),
+        )
+        return KeyTile(batch, lax.rem(head, s.K), k_start, row, *blocks)
 
-    def _each(self, block: Block, step: Any) -> None:
+    def _each(self, block: KeyTile, step: Any) -> None:
         """Call step(head, q_start, masked, i) for every block of queries, of which i counts."""
 
         def of_head(member: Any, i: Any) -> Any:
@@ -186,7 +172,7 @@ class KeyBlocks:
         plgpu.copy_smem_to_gmem(self.chip.v_smem.at[mine], self.dv.at[block.batch, rows, block.kv_head])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _step(self, block: Block, w: int, dk: Any, dv: Any, head: Any, q_start: Any, masked: bool, i: Any) -> None:
+    def _step(self, block: KeyTile, w: int, dk: Any, dv: Any, head: Any, q_start: Any, masked: bool, i: Any) -> None:
         """One block of queries: S, dP, dV, dQ, dK are issued in this order, and each waited for as late as can be."""
         slot, mine = lax.rem(i, self.config.stages), pl.ds(w * TILE, TILE)
         q, do = self.chip.q_smem.at[slot], self.chip.do_smem.at[slot]
@@ -218,7 +204,7 @@ class KeyBlocks:
         else:
             products(None)
 
-    def _tile(self, block: Block, w: int, slot: Any, q_start: Any, masked: bool) -> tuple[Any, Any]:
+    def _tile(self, block: KeyTile, w: int, slot: Any, q_start: Any, masked: bool) -> tuple[Any, Any]:
         """P^T and dS^T = P^T (dP^T - delta) (eq. 33.8) of a warpgroup's keys, in the dtype of the operands."""
         shape, mine = (TILE, self.config.block_q), pl.ds(w * TILE, TILE)
         dtype, sums = self.chip.k_smem.dtype, plgpu.ACC(shape, jnp.float32)
@@ -241,19 +227,19 @@ class KeyBlocks:
         plgpu.barrier_wait(self.chip.q_full.at[slot])
         return pl.run_scoped(scores, sums)
 
-    def _weights(self, block: Block, s: Any, k_start: Any, slot: Any, q_start: Any, masked: bool) -> tuple[Any, Any]:
+    def _weights(self, block: KeyTile, s: Any, k_start: Any, slot: Any, q_start: Any, masked: bool) -> tuple[Any, Any]:
         """P^T of products S^T, and the slope of the soft cap."""
         p, slope = self.scores.weights(s, plgpu.load(self.chip.lse_smem.at[slot], layout=COLUMN), 1)
         return self._hide(p, block, k_start, q_start) if masked else p, slope
 
-    def _hide(self, p: Any, block: Block, k_start: Any, q_start: Any) -> Any:
+    def _hide(self, p: Any, block: KeyTile, k_start: Any, q_start: Any) -> Any:
         """P^T with 0 for hidden pairs."""
         span = self.scores.queries_of_keys(block.row, k_start, TILE)
         row_ids = load_ids(self.gmem.kv_ids, block.batch, k_start, TILE, ROW)
         column_ids = load_ids(self.gmem.q_ids, block.batch, q_start, self.config.block_q, COLUMN)
         return hide(p, span, q_start, row_ids, column_ids)
 
-    def _add(self, block: Block, w: int, head: Any, q_start: Any, dq: Any) -> None:
+    def _add(self, block: KeyTile, w: int, head: Any, q_start: Any, dq: Any) -> None:
         """Add a warpgroup's share of a block of dQ, one tile, to device memory."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The tile before it has been read.
         self.chip.dq_smem.at[w][...] = dq

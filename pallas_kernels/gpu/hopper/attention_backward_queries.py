@@ -17,11 +17,10 @@ from pallas_kernels.gpu.hopper.attention_backward_tile import (
     Operands,
     Scores,
     hide,
-    intersection,
     load_ids,
+    met,
+    ranges_of,
     visit,
-    visited,
-    within,
 )
 from pallas_kernels.gpu.hopper.attention_tile import COLUMN, ROW, TILE, place, tiled
 from pallas_kernels.launch import cdiv
@@ -88,12 +87,9 @@ class QueryBlocks:
         batch, q_start = lax.div(head, s.N), block * BLOCK_Q
         row = mask.row(self.gmem.bounds, batch)
         seen, full = mask.visible_keys(row, q_start, BLOCK_Q), mask.full_keys(row, q_start, BLOCK_Q)
-        if mask.segments:
-            ranges = [self.gmem.q_ranges[batch, block, i] for i in range(4)]
-            seen, full = intersection(seen, ranges[:2]), intersection(full, ranges[2:])
-        begin, end = visited(seen, self.config.block_kv, self.kv_blocks)
-        full_begin, full_end = within(full, begin, end, self.config.block_kv, open_ended=False)
-        return Block(batch, lax.rem(head, s.N), q_start, row, begin, full_begin, full_end, end)
+        ranges = ranges_of(self.gmem.q_ranges, batch, block)
+        blocks = met(seen, full, ranges, self.config.block_kv, self.kv_blocks)
+        return Block(batch, lax.rem(head, s.N), q_start, row, *blocks)
 
     def _each(self, block: Block, step: Any) -> None:
         """Call step(j, masked, i) for every block j of keys, of which i counts."""

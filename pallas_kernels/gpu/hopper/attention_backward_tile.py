@@ -114,6 +114,45 @@ def load_ids(ids: Any, batch: Any, start: Any, size: int, layout: Any) -> Any:
     return None if ids is None else plgpu.load(ids.at[batch, pl.ds(start, size)], layout=layout, optimized=False)
 
 
+class KeyTile(NamedTuple):
+    """A thread block's keys, and the blocks [begin, end) of queries, of each head, that meet them.
+
+    Those outside of [full_begin, full_end) have to be masked.
+    """
+
+    batch: Any
+    kv_head: Any
+    k_start: Any
+    row: Bounds
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
+
+
+def met(seen: Any, full: Any, ranges: Any, size: int, blocks: int, *, open_ended: bool = False) -> tuple[Any, ...]:
+    """The blocks that a tile meets: begin, full_begin, full_end, end, as in `KeyTile`.
+
+    Args:
+      seen: [begin, end) outside of which the tile sees, or is seen by, nothing.
+      full: [begin, end) within which nothing is hidden.
+      ranges: four numbers that narrow both, by `ranges_of`; None without segments.
+      size: of a block.
+      blocks: how many there are.
+      open_ended: whether whatever follows `full` lies in it, too.
+    """
+    if ranges is not None:
+        seen, full = intersection(seen, ranges[:2]), intersection(full, ranges[2:])
+    begin, end = visited(seen, size, blocks)
+    full_begin, full_end = within(full, begin, end, size, open_ended=open_ended)
+    return begin, full_begin, full_end, end
+
+
+def ranges_of(ref: Any, batch: Any, block: Any) -> Any:
+    """The ranges of a block, from int32 [B, blocks, 4] by `segment_ranges`; None without segments."""
+    return None if ref is None else [ref[batch, block, i] for i in range(4)]
+
+
 def intersection(one: Any, other: Any) -> tuple[Any, Any]:
     """Of two ranges [begin, end)."""
     return jnp.maximum(one[0], other[0]), jnp.minimum(one[1], other[1])

@@ -12,8 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu.hopper.attention_backward_keys import Block, KeyBlocks
-from pallas_kernels.gpu.hopper.attention_backward_tile import meet
+from pallas_kernels.gpu.hopper.attention_backward_keys import KeyBlocks
+from pallas_kernels.gpu.hopper.attention_backward_tile import KeyTile, meet
 from pallas_kernels.gpu.hopper.attention_tile import TILE
 
 
@@ -41,7 +41,7 @@ class WideKeyBlocks(KeyBlocks):
         plgpu.copy_smem_to_gmem(smem, output.at[block.batch, pl.ds(block.k_start, TILE), block.kv_head])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _value_step(self, block: Block, dv: Any, head: Any, q_start: Any, masked: bool, i: Any) -> None:
+    def _value_step(self, block: KeyTile, dv: Any, head: Any, q_start: Any, masked: bool, i: Any) -> None:
         """dV += P^T dO."""
         slot = lax.rem(i, self.config.stages)
 
@@ -57,7 +57,7 @@ class WideKeyBlocks(KeyBlocks):
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.chip.do_free.at[slot])
 
-    def _key_step(self, block: Block, dk: Any, head: Any, q_start: Any, masked: bool, i: Any) -> None:
+    def _key_step(self, block: KeyTile, dk: Any, head: Any, q_start: Any, masked: bool, i: Any) -> None:
         """dK += dS^T Q."""
         slot = lax.rem(i, self.config.stages)
         _, ds = self._tile(block, 0, slot, q_start, masked)

@@ -192,9 +192,9 @@ WRONG = {
     "full block one too long": (
         CASES["H = 128"],
         keys_mutant(
-            within=mutant(
+            met=mutant(
                 attention_backward_tile, ("lax.div(indices[0] + (size - 1), size)", "lax.div(indices[0], size)")
-            ).within
+            ).met
         ),
     ),
     "slope of the soft cap": (CASES["soft cap"], keys_mutant(("p if slope is None else p * slope", "p"))),
