@@ -7,33 +7,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tokenizers
-from flax import nnx
 from jax import Array, lax
 
 from experiments import round_costs
+from experiments.bandwidth_bound import read_rate, step_bytes
 from experiments.harness import Job
-from experiments.large_pair import (
-    LEAST_READ_RATE,
-    SAMPLING,
-    SMOKE,
-    Ruled,
-    RuledModel,
-    agree,
-    draft_logits,
-    random_prompt,
-    read_rate,
-)
-from experiments.loop_overhead import random_leaf
+from experiments.large_pair import agree, random_prompt
 from experiments.pairs import Pair
-from experiments.programs import Program, Programs, Prompts, time_decoding
+from experiments.programs import Program, Programs, time_decoding
+from experiments.ruled_models import SAMPLING, SMOKE, accepted_as_set, drafter_of, random_params, ruled_pair
 from experiments.scanned_decoder import scanned
 from flashspec import costs, models
 from flashspec.checks import at_least, fail
 from flashspec.fusion.decode_block import BlockForm, Heads, plan_decode_block
 from flashspec.language_model import Cache, LanguageModel, Params
 from flashspec.measure import HOST, Checked, checked, compile_call
-from flashspec.speculative import ModelDrafter
 
 QUESTION = "How near is decoding to the bytes that it must read, and speculation to eq. 33.15?"
 NEEDS = "a GPU with 80 GB of memory"
@@ -78,11 +66,11 @@ def run(job: Job) -> None:
     if not all(0 < acceptance < 1 for acceptance in args.acceptance or ()):
         raise fail("acceptance", "a number between 0 and 1", args.acceptance)
     config = _config(job, "target")
-    model, params = models.as_language_model(config, jnp.bfloat16), _random(config, job.seed)
+    model, params = models.as_language_model(config, jnp.bfloat16), random_params(config, job.seed)
     exact = checked("five tokens verified together are as one by one", lambda: agree(model, params))
     if not job.claim(exact.what, exact.passed):
         return
-    rate = max(read_rate(job.smoke), 0.0 if job.smoke else LEAST_READ_RATE)
+    rate = read_rate(job.smoke)
     forwards = steps(job, model, params, config, rate)
     fused(job, model, params, config, forwards)
     scan(job, model, params, config, forwards[1, PLAIN])
@@ -93,18 +81,6 @@ def _config(job: Job, role: str) -> models.DecoderConfig:
     """Without stop tokens, so that every generation has its full length."""
     config = SMOKE[role] if job.smoke else models.PRESETS[getattr(job.args, role)]
     return dataclasses.replace(config, eos_token_ids=())
-
-
-def _random(config: models.DecoderConfig, seed: int) -> Params:
-    abstract = nnx.state(nnx.eval_shape(lambda: models.Decoder(config, rngs=nnx.Rngs(0))), nnx.Param)
-    keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(abstract))))
-    return jax.tree.map(lambda leaf: random_leaf(next(keys), leaf.shape), abstract)
-
-
-def _bytes(config: models.DecoderConfig, batch: int, positions: int) -> int:
-    """What a forward reads at least: all weights but untied embeddings, and the keys and values of every row."""
-    size = config.num_parameters - (0 if config.tie_embeddings else config.vocab_size * config.hidden_size)
-    return 2 * (size + batch * positions * 2 * config.num_layers * config.num_kv_heads * config.head_dim)
 
 
 def forward(job: Job, model: LanguageModel, params: Params, sizes: tuple[int, int], bound: float) -> Forward:
@@ -132,7 +108,7 @@ def steps(
     """Forwards of the public path, with what they are held to."""
     found: dict[tuple[int, int], Forward] = {}
     for batch, width in job.track(SHAPES[:2] if job.smoke else SHAPES, "forwards"):
-        bound = _bytes(config, batch, job.args.capacity // 2) / rate
+        bound = step_bytes(config, batch, job.args.capacity // 2) / rate
         found[batch, width] = each = forward(job, model, params, (batch, width), bound)
         values = {"bound_s": bound, "over_bound": each.over}
         settings = {"batch": batch, "tokens": width, "capacity": job.args.capacity}
@@ -212,39 +188,21 @@ def scan(job: Job, model: LanguageModel, params: Params, config: models.DecoderC
 def speculation(job: Job, config: models.DecoderConfig, params: Params, exact: Checked) -> None:
     """Measured speed-up beside eq. 33.15 with measured costs, for every acceptance and draft length."""
     args, small = job.args, _config(job, "draft")
-    own = {"target": (config, params), "draft": (small, _random(small, job.seed + 1))}
-    ruled = {k: RuledModel(models.as_language_model(c, jnp.bfloat16)).language_model() for k, (c, _) in own.items()}
-    target = Ruled(params, jnp.zeros(config.vocab_size, jnp.float32))
-    drafters = {
-        acceptance: ModelDrafter(ruled["draft"], Ruled(own["draft"][1], draft_logits(config.vocab_size, acceptance)))
-        for acceptance in args.acceptance or ACCEPTANCES
-    }
-    pair = Pair(config, ruled["target"], target, next(iter(drafters.values())), _no_words(), jnp.bfloat16)
+    acceptances = args.acceptance or ACCEPTANCES
+    own = {"target": params, "draft": random_params(small, job.seed + 1)}
+    pair = ruled_pair({"target": config, "draft": small}, own, acceptances[0])
     lengths = args.draft_length or DRAFT_LENGTHS
-    batches = [_prompt(job, config.vocab_size, max(lengths))]
+    batches = [random_prompt(job, config.vocab_size, max(lengths))]
     plain = Program(pair, 0, "chain", args.max_new_tokens, batches[0], SAMPLING)
-    found: dict[float, dict[int, Speedup]] = {acceptance: {} for acceptance in drafters}
+    found: dict[float, dict[int, Speedup]] = {acceptance: {} for acceptance in acceptances}
     for length in job.track(lengths, "draft lengths"):
         parts = _parts(job, pair, length)
         fast = Program(pair, length, "chain", args.max_new_tokens, batches[0], SAMPLING)
-        for acceptance, drafter in drafters.items():
-            fast.constants = (target, drafter)  # the same program: what differs is an operand
+        for acceptance in acceptances:
+            fast.constants = (pair.target_params, drafter_of(pair, acceptance))  # the same program
             timings = time_decoding(Programs(plain, fast), batches, SAMPLING, job.seed, exact, args.repeats)
             found[acceptance][length] = _compare(job, timings, parts, acceptance, length)
     _report(job, found)
-
-
-def _no_words() -> models.Tokenizer:
-    return models.Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()))
-
-
-def _prompt(job: Job, vocab_size: int, draft_length: int) -> Prompts:
-    """One for all draft lengths, as the longest leaves room for."""
-    asked, job.args.draft_length = job.args.draft_length, draft_length
-    try:
-        return random_prompt(job, vocab_size)
-    finally:
-        job.args.draft_length = asked
 
 
 def _parts(job: Job, pair: Pair, length: int) -> costs.RoundCosts:
@@ -273,10 +231,9 @@ def _compare(job: Job, timings: Any, parts: costs.RoundCosts, acceptance: float,
     emitted, rounds, accepted, tested = (
         int(np.asarray(counts).sum()) for counts in (info.emitted, info.rounds, info.accepted, info.tested)
     )
-    spread = (acceptance * (1 - acceptance) / tested) ** 0.5
     job.claim(
         f"D = {length}: acceptance {accepted / tested:.3f} of {tested} drafts, {acceptance} set",
-        abs(accepted / tested - acceptance) < 4 * spread,
+        accepted_as_set(accepted, tested, acceptance),
     )
     # Tokens a round are those of this run: its draws and its budget are not what eq. 33.15 is asked about.
     estimate = costs.estimate_round(acceptance, length, parts)

@@ -5,75 +5,30 @@ import dataclasses
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tokenizers
-from flax import nnx
-from jax import Array
 
 from experiments import round_costs
+from experiments.bandwidth_bound import read_rate, step_bytes
 from experiments.harness import Job
 from experiments.host_memory import AnonymousPeak
-from experiments.loop_overhead import random_leaf
-from experiments.pairs import Pair
 from experiments.programs import Prompts, Timings, compile_programs, time_decoding
+from experiments.ruled_models import SAMPLING, SMOKE, accepted_as_set, drafter_of, random_params, ruled_pair
 from flashspec import costs, models
 from flashspec.checks import at_least, fail
-from flashspec.language_model import Cache, LanguageModel, Params
-from flashspec.measure import HOST, checked, compile_call, time_call
-from flashspec.models.decoder import Decoder
+from flashspec.language_model import LanguageModel, Params
+from flashspec.measure import HOST, checked
 from flashspec.models.parameter_layout import slots
-from flashspec.sampling import SamplingParams
-from flashspec.speculative import ModelDrafter
 
 QUESTION = "Does a large checkpoint load fast, and decode as fast as its bytes and eq. 33.15 allow?"
 NEEDS = "a GPU with 60 GB of memory, and 20 GB of disk or memory for --folder"
 TIME = "8 minutes on an H200"
 
 LOAD_BAR, PLAIN_BAR, VERIFY_BARS, SPEEDUP_BAR = 2e9, 1.18, {4: 1.05, 8: 1.08}, 0.05
-LEAST_READ_RATE = 4.3e12  # of an H200; a slower reduction would lower the bound
 HOST_ALLOWANCE = 1_000_000_000
-SAMPLING = SamplingParams(temperature=1.0, top_k=None, top_p=None)
-SMOKE = {
-    "target": models.DecoderConfig("qwen3", 512, 64, 128, 1, 4, 2, 16),
-    "draft": models.DecoderConfig("qwen3", 512, 32, 64, 1, 2, 1, 16, tie_embeddings=True),
-}
-
-
-class Ruled(NamedTuple):
-    """Parameters of a model with the logits [V] that take the place of its own."""
-
-    params: Params
-    logits: Array
-
-
-@dataclasses.dataclass(frozen=True)
-class RuledModel:
-    """A model that does all of its work, and then follows a law that it is given: so acceptance can be set."""
-
-    model: LanguageModel
-
-    def apply(self, ruled: Ruled, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
-        logits, cache = self.model.apply(ruled.params, tokens, cache)
-        return ruled.logits[None, None, :] + 1e-30 * logits, cache
-
-    def prefill(self, ruled: Ruled, tokens: Array, num_valid: Array, cache: Cache) -> Cache:
-        assert self.model.prefill is not None
-        return self.model.prefill(ruled.params, tokens, num_valid, cache)
-
-    def language_model(self) -> LanguageModel:
-        """As generation sees it."""
-        model = self.model
-        return LanguageModel(self.apply, model.init_cache, model.vocab_size, self.prefill, model.rollback)
-
-
-def draft_logits(vocab_size: int, acceptance: float) -> Array:
-    """A uniform law over a share of the ids: against a uniform target it is accepted with that probability (33.11)."""
-    kept = jnp.arange(vocab_size) < round(acceptance * vocab_size)
-    return jnp.where(kept, 0.0, -1e9).astype(jnp.float32)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,11 +64,9 @@ def run(job: Job) -> None:
 
 
 def write(job: Job, folder: Path, config: models.DecoderConfig) -> None:
-    """A checkpoint of random weights, made on the device leaf by leaf."""
-    abstract = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))), nnx.Param)
-    keys = iter(jax.random.split(jax.random.key(job.seed), len(jax.tree.leaves(abstract))))
+    """A checkpoint of random weights."""
     with job.console.status(f"writing {2 * config.num_parameters / 1e9:.2f} GB"):
-        models.save(folder, config, jax.tree.map(lambda leaf: random_leaf(next(keys), leaf.shape), abstract))
+        models.save(folder, config, random_params(config, job.seed))
 
 
 def load(job: Job, folder: Path, role: str, config: models.DecoderConfig) -> Params:
@@ -154,33 +107,26 @@ def fingerprint(params: Params) -> list[int]:
 def decode(job: Job, configs: dict[str, models.DecoderConfig], loaded: dict[str, Params]) -> None:
     """Plain and speculative decoding at each acceptance, against the read rate and against eq. 33.15."""
     args, vocab_size = job.args, configs["target"].vocab_size
-    own = {role: models.as_language_model(config, jnp.bfloat16) for role, config in configs.items()}
-    exact = checked("five tokens verified together are as one by one", lambda: agree(own["target"], loaded["target"]))
+    target = models.as_language_model(configs["target"], jnp.bfloat16)
+    exact = checked("five tokens verified together are as one by one", lambda: agree(target, loaded["target"]))
     if not job.claim(exact.what, exact.passed):
         return
     shape = round_costs.Shape(1, args.capacity, **({"steps": 2, "repeats": 1} if job.smoke else {}))
-    step, verify = step_costs(job, own["target"], loaded["target"], configs["target"], shape)
-    ruled = {role: RuledModel(model).language_model() for role, model in own.items()}
-    target = Ruled(loaded["target"], jnp.zeros(vocab_size, jnp.float32))
-    drafters = {
-        acceptance: ModelDrafter(ruled["draft"], Ruled(loaded["draft"], draft_logits(vocab_size, acceptance)))
-        for acceptance in args.acceptance or [0.6, 0.8, 0.95]
-    }
-    drafter = next(iter(drafters.values()))
+    step, verify = step_costs(job, target, loaded["target"], configs["target"], shape)
+    acceptances = args.acceptance or [0.6, 0.8, 0.95]
+    pair = ruled_pair(configs, loaded, acceptances[0])
     parts = costs.RoundCosts(
         target_step=step,
-        draft_step=round_costs.draft_seconds(drafter, args.draft_length, shape),
+        draft_step=round_costs.draft_seconds(pair.drafter, args.draft_length, shape),
         verify=verify,
-        overhead=round_costs.management_seconds(vocab_size, drafter, args.draft_length, SAMPLING, shape),
+        overhead=round_costs.management_seconds(vocab_size, pair.drafter, args.draft_length, SAMPLING, shape),
     )
-    no_words = models.Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()))
-    pair = Pair(configs["target"], ruled["target"], target, drafter, no_words, jnp.bfloat16)
-    batches = [random_prompt(job, vocab_size)]
+    batches = [random_prompt(job, vocab_size, args.draft_length)]
     with job.console.status("compiling plain and speculative decoding"):
         programs = compile_programs(pair, batches, SAMPLING, args.draft_length, "chain", args.max_new_tokens)
     rows = []
-    for acceptance, drafter in drafters.items():
-        programs.speculative.constants = (target, drafter)  # the same program: what differs is an operand
+    for acceptance in acceptances:
+        programs.speculative.constants = (pair.target_params, drafter_of(pair, acceptance))  # the same program
         timings = time_decoding(programs, batches, SAMPLING, job.seed, exact, args.repeats)
         rows.append(compare(job, timings, parts, acceptance))
     columns = ["acceptance", "tokens a round", "speed-up", "by eq. 33.15", "apart", "plain, ms", "speculative, ms"]
@@ -210,12 +156,8 @@ def step_costs(
     step = round_costs.forward_seconds(model, params, 1, shape)
     drafts = [job.args.draft_length] if job.smoke else sorted({*VERIFY_BARS, job.args.draft_length})
     verify = {length: round_costs.forward_seconds(model, params, length + 1, shape) for length in drafts}
-    bytes_read = 2 * config.num_parameters - (
-        0 if config.tie_embeddings else 2 * config.vocab_size * config.hidden_size
-    )
-    bytes_read += shape.capacity // 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim
-    rate = max(read_rate(job.smoke), 0.0 if job.smoke else LEAST_READ_RATE)
-    bound = bytes_read / rate
+    rate = read_rate(job.smoke)
+    bound = step_bytes(config, shape.batch, shape.capacity // 2) / rate
     rows = [["1 token", 1e3 * step, step / bound, None]]
     rows += [
         [f"{length + 1} tokens", 1e3 * seconds, seconds / bound, seconds / step] for length, seconds in verify.items()
@@ -230,15 +172,9 @@ def step_costs(
     return step, verify
 
 
-def read_rate(smoke: bool) -> float:
-    """Bytes a second of a reduction over 2 GiB."""
-    data = jnp.ones(2**20 if smoke else 2**29, jnp.float32)
-    return data.nbytes / time_call(compile_call(jnp.sum, data), repeats=5).steady_s
-
-
-def random_prompt(job: Job, vocab_size: int) -> Prompts:
+def random_prompt(job: Job, vocab_size: int, draft_length: int) -> Prompts:
     """One prompt that fills the caches but for the new tokens and the drafts."""
-    size = job.args.capacity - job.args.max_new_tokens - job.args.draft_length
+    size = job.args.capacity - job.args.max_new_tokens - draft_length
     if size < 1:
         raise fail("capacity", "more than max-new-tokens and draft-length together", job.args.capacity)
     tokens = np.random.default_rng(job.seed).integers(0, vocab_size, (1, size)).astype(np.int32)
@@ -250,10 +186,9 @@ def compare(job: Job, timings: Timings, parts: costs.RoundCosts, acceptance: flo
     outcome, length = timings.outcomes[0], job.args.draft_length
     emitted, rounds = int(outcome.info.emitted.sum()), int(outcome.info.rounds.sum())
     accepted, tested = (int(np.asarray(counts).sum()) for counts in (outcome.info.accepted, outcome.info.tested))
-    spread = (acceptance * (1 - acceptance) / tested) ** 0.5
     job.claim(
         f"acceptance {accepted / tested:.3f} of {tested} drafts, {acceptance} set",
-        abs(accepted / tested - acceptance) < 4 * spread,
+        accepted_as_set(accepted, tested, acceptance),
     )
     plain, fast = timings.plain.tpot_s or 0.0, timings.speculative.tpot_s or 0.0
     if min(plain, fast) <= 0:

@@ -7,13 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tokenizers
-from flax import nnx
 
-from experiments.large_pair import SMOKE, Ruled, RuledModel, draft_logits
-from experiments.loop_overhead import random_leaf
 from experiments.pairs import Pair, bundled_prompts, load_pair
 from experiments.request_queue import Request
+from experiments.ruled_models import SMOKE, abstract, no_words, random_params, ruled_pair
 from flashspec import models
 from flashspec.language_model import LanguageModel, Params
 from flashspec.sampling import SamplingParams
@@ -99,33 +96,13 @@ def tiny(seed: int, longest: int, new_tokens: int) -> Workload:
 
 def large(target: str, draft: str, acceptance: float, seed: int, longest: int, new_tokens: int) -> Workload:
     """Two presets' shapes with random bfloat16 weights, which work in full and then follow laws of that acceptance."""
-    configs = [dataclasses.replace(models.PRESETS[name], eos_token_ids=()) for name in (target, draft)]
-    vocab_size = configs[0].vocab_size
-    ruled = [RuledModel(models.as_language_model(config, jnp.bfloat16)).language_model() for config in configs]
-    laws = jnp.zeros(vocab_size, jnp.float32), draft_logits(vocab_size, acceptance)
-    params = [Ruled(random_params(config, seed), law) for config, law in zip(configs, laws, strict=True)]
-    drafter = ModelDrafter(ruled[1], params[1])
-    pair = Pair(configs[0], ruled[0], params[0], drafter, no_words(), jnp.bfloat16)
-    return Workload(pair, random_prompts(configs[0], seed, longest), UNIFORM_SETTINGS, longest, new_tokens)
-
-
-def random_params(config: models.DecoderConfig, seed: int) -> Params:
-    """Random bfloat16 parameters, made on the device leaf by leaf."""
-    shapes = abstract(config)
-    keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(shapes))))
-    return jax.tree.map(lambda leaf: random_leaf(next(keys), leaf.shape), shapes)
-
-
-def abstract(config: models.DecoderConfig) -> Any:
-    """The shapes of a decoder's parameters."""
-    return nnx.state(nnx.eval_shape(lambda: models.Decoder(config, rngs=nnx.Rngs(0))), nnx.Param)
+    names = {"target": target, "draft": draft}
+    configs = {role: dataclasses.replace(models.PRESETS[name], eos_token_ids=()) for role, name in names.items()}
+    params = {role: random_params(config, seed) for role, config in configs.items()}
+    pair = ruled_pair(configs, params, acceptance)
+    return Workload(pair, random_prompts(configs["target"], seed, longest), UNIFORM_SETTINGS, longest, new_tokens)
 
 
 def random_prompts(config: models.DecoderConfig, seed: int, longest: int) -> list[np.ndarray]:
     """As many prompts of the full length as there are bundled ones."""
     return list(np.random.default_rng(seed).integers(0, config.vocab_size, (8, longest)).astype(np.int32))
-
-
-def no_words() -> models.Tokenizer:
-    """For models that nobody reads."""
-    return models.Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()))

@@ -7,12 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 
 from experiments.harness import Job
 from experiments.pairs import load_pair
 from experiments.round_costs import Costs, Shape, measure_costs
+from experiments.ruled_models import random_params
 from flashspec import models
 from flashspec.language_model import LanguageModel, Params
 from flashspec.measure import HOST
@@ -93,19 +92,6 @@ def cases(job: Job) -> Iterator[Case]:
 
 
 def random_model(preset: str, seed: int) -> tuple[LanguageModel, Params]:
-    """A model of a preset's shape with random bfloat16 weights, made on the device leaf by leaf."""
+    """A model of a preset's shape with random bfloat16 weights."""
     config = models.PRESETS[preset]
-    abstract = nnx.state(nnx.eval_shape(lambda: models.Decoder(config, rngs=nnx.Rngs(0))), nnx.Param)
-    keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(abstract))))
-    params = jax.tree.map(lambda leaf: random_leaf(next(keys), leaf.shape), abstract)
-    return models.as_language_model(config, jnp.bfloat16), params
-
-
-def random_leaf(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A norm's scale of ones, or a matrix of standard deviation 1 / sqrt(inputs)."""
-    if len(shape) == 1:
-        return jnp.ones(shape, jnp.bfloat16)
-    return _normal(key, shape) * np.asarray(shape[0] ** -0.5, jnp.bfloat16)
-
-
-_normal = jax.jit(lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16), static_argnums=1)
+    return models.as_language_model(config, jnp.bfloat16), random_params(config, seed)

@@ -15,6 +15,7 @@ from experiments.harness import Job
 from experiments.load_workloads import Workload
 from experiments.pairs import Pair
 from experiments.request_queue import Server, Sizes, Trace
+from experiments.ruled_models import accepted_as_set
 from flashspec import models
 from flashspec.checks import at_least, fail
 from flashspec.measure import HOST, Checked, interleaved
@@ -126,7 +127,11 @@ def check_tokens(job: Job, workload: Workload, servers: Mapping[str, Server], ju
     slots = servers[PLAIN].sizes.slots
     if job.args.large and not job.smoke:
         trace = servers[SPECULATIVE].serve(workload.requests(slots + JUDGED, job.seed))
-        return Checked(f"{slots} slots: drafts are accepted as often as was set", accepted_as_set(job, [trace]))
+        accepted, tested = (
+            sum(int(getattr(one, name).sum()) for one in trace.served) for name in ("accepted", "tested")
+        )
+        as_set = accepted_as_set(accepted, tested, job.args.acceptance)
+        return Checked(f"{slots} slots: drafts are accepted as often as was set", as_set)
     cold = dataclasses.replace(workload, settings=(SamplingParams(temperature=0.0),))
     requests, width = cold.requests(slots + JUDGED, job.seed), workload.longest + workload.new_tokens
     starts = np.array([len(request.prompt) for request in requests[-JUDGED:]])
@@ -139,14 +144,6 @@ def check_tokens(job: Job, workload: Workload, servers: Mapping[str, Server], ju
         allowed = greedy.tolerance * (1 if workload.pair.dtype == jnp.float32 else NARROW / ROUNDING)
     what = f"{slots} slots: greedy requests that come and go get maxima of the target's own logits"
     return Checked(f"{what} (largest gap {gap:.2g}, {allowed:.2g} allowed)", gap <= allowed)
-
-
-def accepted_as_set(job: Job, traces: Sequence[Trace]) -> bool:
-    """Whether drafts were accepted with the probability that was set, to four standard deviations."""
-    served = [one for trace in traces for one in trace.served]
-    tested, set_to = sum(int(one.tested.sum()) for one in served), job.args.acceptance
-    rate = sum(int(one.accepted.sum()) for one in served) / tested
-    return abs(rate - set_to) < 4 * (set_to * (1 - set_to) / tested) ** 0.5
 
 
 def tokens_of(trace: Trace, width: int) -> tuple[np.ndarray, np.ndarray]:
