@@ -25,6 +25,7 @@ from flashspec.attention.gpu_kernels import (
     shape_of,
 )
 from flashspec.attention.hopper_mask import may_hide
+from flashspec.attention.lifting import uneven_groups
 from flashspec.attention.request import AttentionOperands, AttentionRequest
 from flashspec.attention.settings import Hopper, settings_of
 from flashspec.devices import device_facts, find_device_facts
@@ -53,10 +54,7 @@ def kernel_refusals(request: AttentionRequest) -> tuple[str, ...]:
         (request.dtype not in (jnp.bfloat16, np.float16), f"computes in bfloat16 or float16, not in {request.dtype}"),
         (max(request.H, request.Hv) > LARGEST_HEAD, f"takes head sizes up to {LARGEST_HEAD}"),
         (request.dropout_rate > 0, "has no dropout"),
-        (
-            request.K > 1 and request.K % request.head_shards != 0,
-            f"splits heads by groups: {request.K} key/value heads do not divide over {request.head_shards} devices",
-        ),
+        uneven_groups(request),
         *((option in request.options, reason) for option, reason in _OPTIONS.items()),
     )
     return tuple(reason for refused, reason in rules if refused) or _settings_refusals(request)

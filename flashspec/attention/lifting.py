@@ -17,6 +17,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from flashspec.attention.request import AttentionRequest
 from flashspec.selection import Placement
 from flashspec.vmap_rules import one_by_one
 
@@ -63,6 +64,12 @@ def lift(
         return tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in folded), (True,) * len(results)
 
     return call
+
+
+def uneven_groups(request: AttentionRequest) -> tuple[bool, str]:
+    """Whether devices cannot split the heads of a call, and why: each takes whole groups, or all share the one head."""
+    text = f"splits heads by groups: {request.K} key/value heads do not divide over {request.head_shards} devices"
+    return request.K > 1 and request.K % request.head_shards != 0, text
 
 
 def placed(placement: Placement | None) -> Splitter:

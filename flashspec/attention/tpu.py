@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from flashspec.attention.dropout import Dropout
 from flashspec.attention.kernel_operands import narrow_segments, without_pairs
-from flashspec.attention.lifting import lift, placed
+from flashspec.attention.lifting import lift, placed, uneven_groups
 from flashspec.attention.request import AttentionOperands, AttentionRequest
 from flashspec.masks import Mask
 from flashspec.online_softmax import SoftmaxStats, empty_stats
@@ -78,10 +78,7 @@ def kernel_refusals(request: AttentionRequest) -> tuple[str, ...]:
     rules = (
         (request.dtype not in (jnp.bfloat16, np.float32), f"computes in bfloat16 or float32, not in {request.dtype}"),
         (max(request.H, request.Hv) > LARGEST_HEAD, f"takes head sizes up to {LARGEST_HEAD}"),
-        (
-            request.K > 1 and request.K % request.head_shards != 0,
-            f"splits heads by groups: {request.K} key/value heads do not divide over {request.head_shards} devices",
-        ),
+        uneven_groups(request),
         (
             gradient > LARGEST_QUERY_GRADIENT,
             f"has a backward that keeps one head's query gradient in VMEM: {gradient} bytes of at most "

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from flashspec.attention.lifting import lift, placed
+from flashspec.attention.lifting import lift, placed, uneven_groups
 from flashspec.attention.request import AttentionRequest
 from flashspec.attention.tpu import unseen_splits
 from flashspec.attention.views import PagedView, View, WindowView
@@ -70,10 +70,7 @@ def kernel_refusals(request: AttentionRequest, page: int | None) -> tuple[str, .
             any(size % LANES for size in sizes),
             f"reads heads of {LANES}, 256, ... where they lie, not of {sorted(sizes)}",
         ),
-        (
-            request.K > 1 and request.K % request.head_shards != 0,
-            f"splits heads by groups: {request.K} key/value heads do not divide over {request.head_shards} devices",
-        ),
+        uneven_groups(request),
         (
             heads_lie_apart(heads) and (page or request.S) % ROWS != 0,
             f"copies {heads} heads by {ROWS} positions, and a {'page' if page else 'row'} has {page or request.S}",
