@@ -163,3 +163,20 @@ def device_facts(kind: str) -> DeviceFacts:
     if facts is None:
         raise fail("kind", "a known device (" + ", ".join(sorted(DEVICES)) + ")", repr(kind))
     return facts
+
+
+_ASSUMED = "NVIDIA H200"  # what a launch on Hopper is shaped for where the device is not known
+
+
+def multiprocessors(kind: str | None) -> int:
+    """Streaming multiprocessors of an NVIDIA GPU, to shape a launch for: any number of them runs it.
+
+    Args:
+      kind: of the device, as `jax.Device.device_kind`; for None, and for one whose number no document says, those of
+        an H200.
+    """
+    facts = find_device_facts(kind or _ASSUMED)
+    if facts is None or facts.compute_capability is None or facts.cores is None:
+        facts = device_facts(_ASSUMED)
+    assert facts.cores is not None
+    return facts.cores

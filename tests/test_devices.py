@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from flashspec.devices import DEVICES, FACTS, DeviceFacts, device_facts, find_device_facts
+from flashspec.devices import DEVICES, FACTS, DeviceFacts, device_facts, find_device_facts, multiprocessors
 
 
 @pytest.mark.parametrize("kind", DEVICES)
@@ -30,6 +30,11 @@ def test_a_source_without_a_fact_is_refused() -> None:
 
 def test_nothing_is_known_of_a_cpu() -> None:
     assert all(getattr(device_facts("cpu"), fact) is None for fact in FACTS)
+
+
+def test_a_launch_is_shaped_for_the_device_where_that_is_known() -> None:
+    kinds = ("NVIDIA H100 PCIe", "NVIDIA A100-SXM4-40GB", "NVIDIA H2000", "TPU v5 lite", "cpu", None)
+    assert [multiprocessors(kind) for kind in kinds] == [114, 108, 132, 132, 132, 132]
 
 
 def test_an_unknown_device_is_said_to_be_unknown() -> None:

@@ -28,7 +28,7 @@ from flashspec.attention.hopper_mask import may_hide
 from flashspec.attention.lifting import uneven_groups
 from flashspec.attention.request import AttentionOperands, AttentionRequest
 from flashspec.attention.settings import Hopper, settings_of
-from flashspec.devices import device_facts, find_device_facts
+from flashspec.devices import multiprocessors
 from flashspec.online_softmax import SoftmaxStats
 from flashspec.selection import elsewhere
 from pallas_kernels.gpu.hopper import attention_backward_config, attention_forward_config
@@ -38,7 +38,6 @@ from pallas_kernels.gpu.hopper.attention_mask import AttentionMask
 from pallas_kernels.launch import round_up
 
 CAPABILITY = "9.0"
-DEVICE = "NVIDIA H200"  # what a launch is shaped for where the device is not known; any Hopper chip runs it
 LARGEST_HEAD = 256
 LENGTH_MULTIPLE = 8
 
@@ -93,7 +92,7 @@ def sources(request: AttentionRequest) -> Mapping[str, str]:
 def searches(request: AttentionRequest) -> Mapping[str, tuple[tuning.TuningKey, tuple[Any, ...]]]:
     """For each kernel, by what an entry would be found, and the settings worth timing, the heuristic's first."""
     forward, wide, deterministic = _padded_shape(request), _backward_shape(request), _settings(request).deterministic
-    configs = attention_forward_config.candidates(forward, request.statistics, _cores(request))
+    configs = attention_forward_config.candidates(forward, request.statistics, multiprocessors(request.device_kind))
     return {
         "attention_forward": (tuning.key_of(request, forward), tuple(configs)),
         "attention_backward": (
@@ -175,16 +174,10 @@ def _forward_config(request: AttentionRequest) -> tuple[ForwardConfig, str]:
     out change no bit of its result."""
     shape, given = _padded_shape(request), _settings(request).forward
     heuristic = functools.partial(
-        attention_forward_config.heuristic, shape, request.statistics, programs=_cores(request)
+        attention_forward_config.heuristic, shape, request.statistics, programs=multiprocessors(request.device_kind)
     )
     key = None if request.statistics else tuning.key_of(request, shape)
     return tuning.choose("attention_forward", request.device_kind, key, given, heuristic)
-
-
-def _cores(request: AttentionRequest) -> int:
-    """Multiprocessors of the device."""
-    facts = find_device_facts(request.device_kind or DEVICE) or device_facts(DEVICE)
-    return facts.cores or 0
 
 
 def _backward_config(request: AttentionRequest) -> tuple[BackwardConfig, str]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from flashspec.devices import device_facts, find_device_facts
+from flashspec.devices import multiprocessors
 from flashspec.fusion.request import ACTIVATIONS, EpilogueOperands, EpilogueRequest
 from flashspec.fusion.splitting import lift
 from flashspec.fusion.xla import xla_epilogue
@@ -23,7 +23,6 @@ from pallas_kernels.gpu.hopper.matmul_epilogue_config import (
 from pallas_kernels.launch import round_up, varying_alike
 
 CAPABILITY = "9.0"
-DEVICE = "NVIDIA H200"  # what a launch is shaped for where the device is not known; any Hopper chip runs it
 IN_KERNEL = tuple(name for name in ACTIVATIONS if name != "gelu_exact")  # the chip has no fast error function
 ROWS, COLUMNS = 8, 64  # what the copy engine takes: whole multiples of them
 
@@ -73,7 +72,8 @@ def _launch(request: EpilogueRequest) -> tuple[MatmulShape, int]:
     """Sizes of the launch of a call on one device, and the multiprocessors of that."""
     rows = request.rows if request.rows <= ROWS else round_up(request.rows, ROWS)
     itemsize = 4 if "residual" in request.options else 0
-    return MatmulShape(rows, request.outputs, request.inputs, request.products, itemsize), _programs(request)
+    shape = MatmulShape(rows, request.outputs, request.inputs, request.products, itemsize)
+    return shape, multiprocessors(request.device_kind)
 
 
 def hopper_epilogue(kernels: Kernels, request: EpilogueRequest, operands: EpilogueOperands) -> Array:
@@ -105,14 +105,9 @@ def _on_one_device(kernels: Kernels, request: EpilogueRequest, operands: Epilogu
         x = jnp.pad(x, ((0, padded - rows), (0, 0)))
         residual = None if residual is None else jnp.pad(residual, ((0, padded - rows), (0, 0)))
     itemsize = 0 if residual is None else residual.dtype.itemsize
-    config = heuristic(MatmulShape(padded, outputs, inputs, request.products, itemsize), _programs(request))
+    shape = MatmulShape(padded, outputs, inputs, request.products, itemsize)
+    config = heuristic(shape, multiprocessors(request.device_kind))
     kernel = kernels.few_rows if isinstance(config, FewRowsConfig) else kernels.many_rows
     activation = request.activation if isinstance(request.activation, str) else None
     options = {"gate": operands.gate, "gate_bias": operands.gate_bias, "residual": residual}
     return kernel(x, operands.w, operands.bias, activation=activation, config=config, **options)[:rows]
-
-
-def _programs(request: EpilogueRequest) -> int:
-    """Multiprocessors of the device."""
-    facts = find_device_facts(request.device_kind or DEVICE) or device_facts(DEVICE)
-    return facts.cores or 132

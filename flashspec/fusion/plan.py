@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from flashspec import costs
-from flashspec.devices import DeviceFacts, find_device_facts
+from flashspec.devices import find_device_facts
 from flashspec.fusion.backends import BACKENDS, Implementation, select
 from flashspec.fusion.request import EpilogueRequest
 
@@ -23,7 +23,7 @@ class EpiloguePlan:
       flops: of the products.
       bytes: operands and result, each moved once.
       unfused_bytes: the same when each step of the tail writes its result and the next reads it back.
-      lower_bound_seconds: max(F / R, Q / b) by the data sheet; None where that gives no rates.
+      lower_bound_seconds: max(F / R, Q / b) by the rates that the data sheet gives; None where it gives none.
     """
 
     request: EpilogueRequest
@@ -63,6 +63,7 @@ def make_plan(request: EpilogueRequest, implementation: Implementation, device: 
     refusals = {name: other.supports(request) for name, other in BACKENDS.items()}
     slower = {} if implementation is not None else {name: other.slower(request) for name, other in BACKENDS.items()}
     flops, moved = 2 * request.rows * request.inputs * request.outputs * request.products, moved_bytes(request)
+    facts = find_device_facts(device)
     return EpiloguePlan(
         request=request,
         device=device,
@@ -74,7 +75,7 @@ def make_plan(request: EpilogueRequest, implementation: Implementation, device: 
         flops=flops,
         bytes=moved,
         unfused_bytes=moved + intermediate_bytes(request),
-        lower_bound_seconds=_lower_bound(request, find_device_facts(device), flops, moved),
+        lower_bound_seconds=None if facts is None else costs.sheet_bound_s(flops, moved, facts, request.dtype.itemsize),
     )
 
 
@@ -96,11 +97,3 @@ def intermediate_bytes(request: EpilogueRequest) -> int:
     steps = len(request.options) + (request.activation is not None)
     intermediates = request.products + (steps + gated) + steps - 1
     return request.dtype.itemsize * request.rows * (request.outputs * intermediates + request.inputs * gated)
-
-
-def _lower_bound(request: EpilogueRequest, facts: DeviceFacts | None, flops: int, moved: int) -> float | None:
-    try:
-        rates = costs.sourced_rates(facts, request.dtype.itemsize) if facts is not None else None
-    except ValueError:
-        return None
-    return None if rates is None else float(costs.roofline(flops, moved, rates).lower_bound_s)
