@@ -106,7 +106,7 @@ class BackwardConfig:
 
 
 def heuristic(shape: AttentionShape, memory: int, *, bulk: bool, deterministic: bool = False) -> BackwardConfig:
-    """Settings for a shape that nobody has tuned: the largest blocks that fit.
+    """Settings for a shape that nobody has tuned: the largest blocks that fit, with a copy engine in halves.
 
     Args:
       shape: of the launch.
@@ -117,9 +117,10 @@ def heuristic(shape: AttentionShape, memory: int, *, bulk: bool, deterministic: 
     bytes_per_head = max(1, shape.T * (4 * shape.H + 2 * (shape.H + shape.Hv)) * shape.G)
     section = max(1, min(64, 24 * 2**20 // bytes_per_head))
     fallback = BackwardConfig(64, 1, 1, 64, 16, section, bulk)
-    sizes = itertools.product((2, 1), (2, 1), (128, 64), ((128, 32), (64, 32), (64, 16)))
-    for warpgroups, stages, block_q, (tile_q, block_kv) in sizes:
-        config = BackwardConfig(block_q, stages, warpgroups, tile_q, block_kv, section, bulk)
+    forms = (True, False) if bulk and not deterministic else (False,)
+    sizes = itertools.product((2, 1), (2, 1), (128, 64), ((128, 32), (64, 32), (64, 16)), forms)
+    for warpgroups, stages, block_q, (tile_q, block_kv), halves in sizes:
+        config = BackwardConfig(block_q, stages, warpgroups, tile_q, block_kv, section, bulk, halves)
         if not config.refusals(shape, memory, deterministic=deterministic):
             return config
     return fallback
@@ -130,7 +131,8 @@ def candidates(shape: AttentionShape, memory: int, *, bulk: bool, deterministic:
     first = heuristic(shape, memory, bulk=bulk, deterministic=deterministic)
     yield first
     own = ((128, 32), (64, 64), (64, 32)) if deterministic else ((first.tile_q, first.block_kv),)
-    for warpgroups, stages, block_q, (tile_q, block_kv) in itertools.product((2, 1), (1, 2), (64, 128), own):
-        config = BackwardConfig(block_q, stages, warpgroups, tile_q, block_kv, first.section, bulk)
+    sizes = itertools.product((2, 1), (1, 2), (64, 128), own, (False, True))
+    for warpgroups, stages, block_q, (tile_q, block_kv), halves in sizes:
+        config = BackwardConfig(block_q, stages, warpgroups, tile_q, block_kv, first.section, bulk, halves)
         if config != first and not config.refusals(shape, memory, deterministic=deterministic):
             yield config

@@ -22,7 +22,6 @@ from pallas_kernels.gpu.ampere.attention_tile import (
     compiler_params,
     flat,
     full,
-    in_registers,
     scores,
     tiled,
     whole,
@@ -81,7 +80,7 @@ def attention_forward(
     operands = Operands(flat(query), flat(key), flat(value), bounds, sinks)
     if segments is not None:
         ids = SegmentIds(whole(segments.q, shape.T), whole(segments.kv, shape.S))
-        operands = operands._replace(q_ids=ids.q, kv_ids=ids.kv, ranges=segment_ranges(*ids, config.rows))
+        operands = operands._replace(q_ids=ids.q, kv_ids=ids.kv, ranges=segment_ranges(*ids, config.tile_q))
     rows = jax.ShapeDtypeStruct((shape.B, shape.N, shape.T), jnp.float32)
     output = jax.ShapeDtypeStruct((shape.B, shape.T, shape.N * shape.Hv), jnp.float32 if statistics else query.dtype)
     names = tuple(name for name, operand in operands._asdict().items() if operand is not None)
@@ -91,8 +90,6 @@ def attention_forward(
         scratch_types=kernel.scratch(query.dtype),
         grid=(kernel.programs,),
         grid_names=("program",),
-        num_threads=config.warpgroups,
-        thread_name="warpgroup",
         kernel_name="flashspec_ampere_attention_forward",
         compiler_params=compiler_params(),
     )
@@ -113,51 +110,27 @@ class _Forward(QueryTiles):
         statistics: bool,
         config: ForwardConfig,
     ) -> None:
-        super().__init__(shape, mask, config, config.stages, config.warpgroups)
+        super().__init__(shape, mask, config, config.stages)
         self.scale, self.soft_cap, self.statistics = scale, soft_cap, statistics
 
     def scratch(self, dtype: Any) -> list[Any]:
         """Shared memory and barriers of a thread block."""
-        c = self.config
         return [
-            tiled((c.warpgroups, c.tile_q, self.shape.H), dtype),
+            tiled((self.config.tile_q, self.shape.H), dtype),
             self.ring_scratch(dtype),
-            plgpu.Barrier(num_barriers=c.warpgroups) if c.bulk else None,
-            plgpu.Barrier(num_barriers=2) if c.warpgroups == 2 else None,
+            plgpu.Barrier() if self.config.bulk else None,
         ]
 
     def body(self, names: tuple[str, ...], *refs: Any) -> None:
         """The kernel: operands of these names, outputs, then scratch."""
         self.gmem = Operands(**dict(zip(names, refs, strict=False)))
-        *self.outputs, q, self.ring, q_full, self.turns = refs[len(names) :]
+        *outputs, q, self.ring, q_full = refs[len(names) :]
         tile = self.tile(lax.axis_index("program"))
-        if self.config.warpgroups == 1:
-            self._compute(tile, 0, q.at[0], q_full.at[0] if self.config.bulk else None)
-            return
-        warpgroup = lax.axis_index("warpgroup")
-        # A branch for each warpgroup: addresses in shared memory are then constants, and do not take registers.
-        for w in range(2):
-            pl.when(warpgroup == w)(functools.partial(self._compute, tile, w, q.at[w], q_full.at[w]))
-
-    def _compute(self, tile: Tile, w: int, q: Any, q_full: Any) -> None:
-        """A warpgroup: its queries of the tile."""
-        mine = tile._replace(q_start=tile.q_start + w * self.config.tile_q)
-        self.copies.start(self.gmem.q.at[self.queries(mine, self.shape.H)], q, q_full)
-        if w == 0:
-            self.start(tile)
+        self.copies.start(self.gmem.q.at[self.queries(tile, self.shape.H)], q, q_full)
+        self.start(tile)
         if self.config.bulk:
             self.copies.wait(q_full)
-        q = in_registers(q) if self.config.keep_q else q
-        q_ids = self.query_ids(mine)
-        rows = (self.config.tile_q,)
-        empty = (full(rows, -jnp.inf, ROW), full(rows, 0, ROW), full((*rows, self.shape.Hv), 0, MATRIX))
-        if self.config.warpgroups == 1:
-            self._store(mine, *self._in_order(mine, q, q_ids, empty))
-        else:
-            self._store(mine, *self._in_turns(tile, mine, w, q, q_ids, empty))
-
-    def _in_order(self, tile: Tile, q: Any, q_ids: Any, empty: Any) -> Any:
-        """(m, l, u) by one warpgroup, all of a block at a time."""
+        q_ids = self.query_ids(tile)
 
         def visit(carry: tuple[Any, Any, Any], k: Any, values: Any, k_start: Any, masked: bool) -> Any:
             m, l, u = carry
@@ -166,25 +139,9 @@ class _Forward(QueryTiles):
             v = values()
             return m, l, add_product(u * lax.broadcast_in_dim(alpha, u.shape, [0]), weights, v)
 
-        return self.fold(tile, visit, empty)
-
-    def _in_turns(self, tile: Tile, mine: Tile, w: int, q: Any, q_ids: Any, empty: Any) -> Any:
-        """(m, l, u) by one of two warpgroups, whose softmax is beside the other's products."""
-
-        def products(carry: Any, k: Any, v: Any) -> Any:
-            m, l, u, weights = carry
-            if v is not None:
-                u = add_product(u, weights, v)
-            return (m, l, u), scores(q, k)
-
-        def rest(carry: Any, raw: Any, k_start: Any, masked: bool) -> Any:
-            m, l, u = carry
-            visible = self.visible(mine, q_ids, k_start) if masked else None
-            m, l, alpha, weights = self._softmax(raw, visible, m, l)
-            return m, l, u * lax.broadcast_in_dim(alpha, u.shape, [0]), weights.astype(self.gmem.v.dtype)
-
-        (m, l, u, weights), v = self.fold_in_turns(tile, w, self.turns, products, rest, (*empty, None))
-        return m, l, add_product(u, weights, v)
+        rows = (self.config.tile_q,)
+        empty = (full(rows, -jnp.inf, ROW), full(rows, 0, ROW), full((*rows, self.shape.Hv), 0, MATRIX))
+        self._store(tile, outputs, *self.fold(tile, visit, empty))
 
     def _softmax(self, raw: Any, visible: Any, m: Any, l: Any) -> tuple[Any, Any, Any, Any]:
         """New m and l, the factor for what was summed before, and the weights (eq. 33.3 and 33.4, in base 2)."""
@@ -201,7 +158,7 @@ class _Forward(QueryTiles):
         alpha = jnp.exp2(m - shift)
         return highest, l * alpha + weights.sum(axis=1), alpha, weights
 
-    def _store(self, tile: Tile, m: Any, l: Any, u: Any) -> None:
+    def _store(self, tile: Tile, outputs: Any, m: Any, l: Any, u: Any) -> None:
         """Finalise the rows and write them."""
         c, s = self.config, self.shape
         if self.mask.bounds is None or self.mask.bounds.q_length < s.T:
@@ -217,7 +174,7 @@ class _Forward(QueryTiles):
         if not self.statistics:
             rows = [m * LN2 + jnp.log2(l) * LN2]
             u = u * lax.broadcast_in_dim(1 / jnp.where(l == 0, 1.0, l), u.shape, [0])
-        output, *row_outputs = self.outputs
+        output, *row_outputs = outputs
         store(output.at[self.queries(tile, s.Hv)], u.astype(output.dtype))
         for ref, row in zip(row_outputs, rows, strict=True):
             store(ref.at[tile.batch, tile.head, pl.ds(tile.q_start, c.tile_q)], row)

@@ -13,7 +13,6 @@ REGISTERS = 255  # of a thread
 RESERVED = 1024  # bytes of shared memory that the compiler and barriers take
 SECTION = 32 * 2**20  # bytes of K and V that are worked on together
 MIXED = 40  # registers of a thread for addresses, limits and operands of products in flight
-MIXED_KEPT = 31  # the same where queries are not among those operands
 
 
 def shared_memory(capability: str | None) -> int:
@@ -30,14 +29,11 @@ class ForwardConfig:
     """Settings of one launch; illegal ones cannot be built.
 
     Args:
-      tile_q: queries of a warpgroup, 64 or 128: 16 or 32 to a warp.
+      tile_q: queries of a thread block, 64 or 128: 16 or 32 to a warp.
       block_kv: keys of one step, a multiple of 16 up to 128.
       stages: 1 or 2 blocks of K and of V in shared memory.
       section: key/value heads, over the batch, that are worked on together, so that their K and V stay in the cache.
       bulk: whether tiles are copied by the copy engine, which GPUs have from compute capability 9.0 on.
-      warpgroups: of a thread block, 1 or 2, with `tile_q` queries each; two take turns at the matrix products, and need
-        the copy engine and two stages.
-      keep_q: whether queries stay in registers, instead of being read from shared memory again for every block.
     """
 
     tile_q: int = 128
@@ -45,8 +41,6 @@ class ForwardConfig:
     stages: int = 2
     section: int = 4
     bulk: bool = False
-    warpgroups: int = 1
-    keep_q: bool = False
 
     def __post_init__(self) -> None:
         for name, legal, expected in (
@@ -54,24 +48,17 @@ class ForwardConfig:
             ("block_kv", self.block_kv in (16, 32, 64, 128), "16, 32, 64 or 128"),
             ("stages", self.stages in (1, 2), "1 or 2"),
             ("section", self.section >= 1, "at least 1"),
-            ("warpgroups", self.warpgroups in (1, 2), "1 or 2"),
         ):
             if not legal:
                 raise ValueError(f"`{name}`: expected {expected}, got {getattr(self, name)}")
 
-    @property
-    def rows(self) -> int:
-        """Queries of a thread block."""
-        return self.tile_q * self.warpgroups
-
     def shared_memory(self, shape: AttentionShape) -> int:
         """Bytes of shared memory that a thread block takes, about."""
-        return 2 * (self.rows * shape.H + self.stages * self.block_kv * (shape.H + shape.Hv)) + RESERVED
+        return 2 * (self.tile_q * shape.H + self.stages * self.block_kv * (shape.H + shape.Hv)) + RESERVED
 
     def registers(self, shape: AttentionShape) -> int:
         """Registers that a thread takes for the sums and the scores of one step, and for what is beside them."""
-        kept, mixed = (shape.H // 2, MIXED_KEPT) if self.keep_q else (0, MIXED)
-        return self.tile_q * (shape.Hv + self.block_kv + kept) // 128 + mixed
+        return self.tile_q * (shape.Hv + self.block_kv) // 128 + MIXED
 
     def refusals(self, shape: AttentionShape, memory: int) -> tuple[str, ...]:
         """Why a launch of this shape cannot have these settings; empty when it can.
@@ -82,15 +69,11 @@ class ForwardConfig:
         """
         needed = self.shared_memory(shape)
         rules = (
-            (
-                self.warpgroups == 2 and not (self.bulk and self.stages == 2),
-                "two warpgroups need the copy engine and two stages",
-            ),
             (needed > memory, f"needs {needed} bytes of shared memory, of which there are {memory}"),
             (self.registers(shape) > REGISTERS, f"needs {self.registers(shape)} registers of {REGISTERS}"),
             (shape.H % 64 or shape.Hv % 64, f"needs head sizes in multiples of 64, not {shape.H} and {shape.Hv}"),
             (max(shape.H, shape.Hv) > 256, f"needs head sizes up to 256, not {shape.H} and {shape.Hv}"),
-            (shape.T % self.rows, f"needs T in multiples of {self.rows}, not {shape.T}"),
+            (shape.T % self.tile_q, f"needs T in multiples of {self.tile_q}, not {shape.T}"),
             (shape.S % self.block_kv, f"needs S in multiples of {self.block_kv}, not {shape.S}"),
         )
         return tuple(reason for refused, reason in rules if refused)

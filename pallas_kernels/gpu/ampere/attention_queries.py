@@ -60,19 +60,15 @@ class QueryTiles:
       config: has tile_q, block_kv, section and bulk.
       stages: 1 or 2 blocks of keys, and of values, in shared memory; with 1, a block's keys are gone once its values
         are there.
-      warpgroups: each with `tile_q` queries of a thread block's tile.
     """
 
     gmem: Any  # references to the operands, with k, v, bounds, q_ids, kv_ids and ranges
     ring: Ring
 
-    def __init__(
-        self, shape: AttentionShape, mask: AttentionMask, config: Any, stages: int, warpgroups: int = 1
-    ) -> None:
+    def __init__(self, shape: AttentionShape, mask: AttentionMask, config: Any, stages: int) -> None:
         self.shape, self.mask, self.config, self.stages = shape, mask, config, stages
         self.copies = Copies(config.bulk)
-        self.rows = config.tile_q * warpgroups
-        self.q_tiles, self.kv_blocks = shape.T // self.rows, shape.S // config.block_kv
+        self.q_tiles, self.kv_blocks = shape.T // config.tile_q, shape.S // config.block_kv
         self.programs = shape.B * shape.N * self.q_tiles
         whole = mask.bounds is not None and mask.bounds.kv_length >= shape.S
         self.unmasked = whole and not (mask.left or mask.right or mask.segments)
@@ -90,9 +86,9 @@ class QueryTiles:
         s, c, mask = self.shape, self.config, self.mask
         head, step = place(index, s.B * s.N, self.q_tiles, c.section * s.G)
         number = self.q_tiles - 1 - step
-        batch, q_start = lax.div(head, s.N), number * self.rows
+        batch, q_start = lax.div(head, s.N), number * c.tile_q
         row = mask.row(self.gmem.bounds, batch)
-        seen, full = mask.visible_keys(row, q_start, self.rows), mask.full_keys(row, q_start, self.rows)
+        seen, full = mask.visible_keys(row, q_start, c.tile_q), mask.full_keys(row, q_start, c.tile_q)
         blocks = met(seen, full, ranges_of(self.gmem.ranges, batch, number), c.block_kv, self.kv_blocks)
         return Tile(batch, lax.rem(head, s.N), q_start, row, *blocks)
 
@@ -139,50 +135,6 @@ class QueryTiles:
         if self.unmasked:
             return carry
         return lax.fori_loop(full, count, lambda t, carry: step(t, carry, True), carry)
-
-    def fold_in_turns(self, tile: Tile, w: int, turns: Any, products: Callable[..., Any], rest: Any, carry: Any) -> Any:
-        """As `fold`, for one of two warpgroups that take turns: while one multiplies, the other does the rest.
-
-        A step multiplies the last block's weights with its values, then the queries with this block's keys. When a
-        warpgroup's turn comes, the other has done so for the block before this one.
-
-        Args:
-          tile: of both warpgroups.
-          w: number of the warpgroup.
-          turns: a barrier for each warpgroup.
-          products: products(carry, k, v) returns (carry, raw), where v is None in the first step.
-          rest: rest(carry, raw, k_start, masked) returns the next carry.
-          carry: before the first block.
-
-        Returns:
-          The carry after the last block, and its values, whose product is left.
-        """
-        count = tile.end - tile.begin
-        if w == 1:
-            plgpu.barrier_arrive(turns.at[0])
-
-        def step(t: Any, carry: Any, masked: bool, first: bool = False) -> Any:
-            slot, last = lax.rem(t, 2), lax.rem(t + 1, 2)
-            self._wait(slot, "k")
-            if not first:
-                self._wait(last, "v")
-            plgpu.barrier_wait(turns.at[w])
-            if w == 0:
-                pl.when(t + 1 < count)(functools.partial(self._copy, tile, t + 1, "k"))
-                if not first:
-                    self._copy(tile, t, "v")
-            carry, raw = products(carry, self.ring.k.at[slot], None if first else self.ring.v.at[last])
-            plgpu.barrier_arrive(turns.at[1 - w])
-            return rest(carry, raw, tile.block(t) * self.config.block_kv, masked)
-
-        carry = step(jnp.int32(0), carry, not self.unmasked, first=True)
-        full = count if self.unmasked else jnp.maximum(tile.full_end - tile.full_begin, 1)
-        carry = lax.fori_loop(1, full, lambda t, carry: step(t, carry, False), carry)
-        if not self.unmasked:
-            carry = lax.fori_loop(full, count, lambda t, carry: step(t, carry, True), carry)
-        slot = lax.rem(count - 1, 2)
-        self._wait(slot, "v")
-        return carry, self.ring.v.at[slot]
 
     def _copy(self, tile: Tile, t: Any, *names: str) -> None:
         """Start the copies of the t-th block of keys, of values, or of both."""

@@ -30,31 +30,30 @@ def full(shape: tuple[int, ...], value: float, layout: Any) -> Any:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def left_parts(x: Any, size: int = DEPTH) -> tuple[Any, ...]:
-    """An accumulator, rounded to the operands' dtype, as left operands of `size` columns each.
+def left_parts(x: Any) -> tuple[Any, ...]:
+    """An accumulator, rounded to the operands' dtype, as left operands of `DEPTH` columns each.
 
     Each thread keeps its registers: those of two neighbouring 8 x 8 blocks of an accumulator are those of one 16 x 16
     block of a left operand.
     """
     layout = plgpu.Layout.MMA_LHS(x.dtype)
-    part = plgpu.ShapeDtypeStruct((x.shape[0], size), x.dtype, layout=layout)
+    part = plgpu.ShapeDtypeStruct((x.shape[0], DEPTH), x.dtype, layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(MATRIX,), return_type=(part,) * (x.shape[1] // size))
+    @plgpu.inline_mgpu(arg_types=(MATRIX,), return_type=(part,) * (x.shape[1] // DEPTH))
     def relabel(_: Any, x: Any) -> Any:
         registers = x.registers.reshape(layout.to_mgpu().registers_shape(x.shape))
-        blocks = size // DEPTH
         return tuple(
-            mgpu.FragmentedArray(_registers=registers[:, i : i + blocks], _layout=layout.to_mgpu(), _is_signed=None)
-            for i in range(0, registers.shape[1], blocks)
+            mgpu.FragmentedArray(_registers=registers[:, i : i + 1], _layout=layout.to_mgpu(), _is_signed=None)
+            for i in range(registers.shape[1])
         )
 
     return relabel(x)
 
 
-def add_product(total: Any, x: Any, y: Any, size: int = DEPTH) -> Any:
-    """total + x y, for x in registers like an accumulator and y in shared memory, `size` rows of y at once."""
-    for i, part in enumerate(left_parts(x.astype(y.dtype), size)):
-        total = plgpu.mma(total, part, right(y.at[pl.ds(i * size, size)]))
+def add_product(total: Any, x: Any, y: Any) -> Any:
+    """total + x y, for x in registers like an accumulator and y in shared memory, `DEPTH` rows of y at once."""
+    for i, part in enumerate(left_parts(x.astype(y.dtype))):
+        total = plgpu.mma(total, part, right(y.at[pl.ds(i * DEPTH, DEPTH)]))
     return total
 
 
@@ -68,18 +67,13 @@ def right(ref: Any) -> Any:
     return plgpu.load(ref, layout=plgpu.Layout.MMA_RHS(ref.dtype))
 
 
-def in_registers(x: Any) -> tuple[Any, ...]:
-    """A tile in shared memory as left operands of a few columns each, for `scores`."""
-    width = ROW_BYTES // jnp.dtype(x.dtype).itemsize
-    return tuple(left(x.at[:, pl.ds(i, width)]) for i in range(0, x.shape[1], width))
-
-
 def scores(x: Any, y: Any) -> Any:
-    """x y^T of tiles [m, h] and [n, h] in shared memory, or with x `in_registers`."""
-    parts = x if isinstance(x, tuple) else in_registers(x)
-    total = full((parts[0].shape[0], y.shape[0]), 0, MATRIX)
-    for i, part in enumerate(parts):
-        columns = pl.ds(i * part.shape[1], part.shape[1])
+    """x y^T of two tiles in shared memory, [m, h] and [n, h]."""
+    width = ROW_BYTES // jnp.dtype(x.dtype).itemsize
+    slices = [pl.ds(i, width) for i in range(0, x.shape[1], width)]
+    parts = [left(x.at[:, columns]) for columns in slices]  # all before the first product, or more registers are spilt
+    total = full((x.shape[0], y.shape[0]), 0, MATRIX)
+    for part, columns in zip(parts, slices, strict=True):
         total = plgpu.mma(total, part, right(y.at[:, columns].transpose((1, 0))))
     return total
 

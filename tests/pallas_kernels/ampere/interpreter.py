@@ -19,8 +19,9 @@ def _mma(total: Any, x: Any, y: Any) -> Any:
     return total + jnp.dot(x, y, preferred_element_type=jnp.float32)
 
 
-def _left_parts(x: Any, size: int = attention_tile.DEPTH) -> tuple[Any, ...]:
-    return tuple(x[:, i : i + size] for i in range(0, x.shape[1], size))
+def _left_parts(x: Any) -> tuple[Any, ...]:
+    depth = attention_tile.DEPTH
+    return tuple(x[:, i : i + depth] for i in range(0, x.shape[1], depth))
 
 
 @contextlib.contextmanager

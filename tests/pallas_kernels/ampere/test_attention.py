@@ -12,6 +12,7 @@ from jax.experimental.mosaic.gpu import utils as mosaic
 
 from pallas_kernels.gpu.ampere import (
     attention_backward,
+    attention_backward_halves,
     attention_backward_keys,
     attention_backward_queries,
     attention_forward,
@@ -26,8 +27,8 @@ from tests.pallas_kernels.hopper.test_attention_backward import TOLERANCE, Case,
 
 FORWARD = ForwardConfig(64, 64, 2, 1, bulk=True)
 ONE_STAGE = ForwardConfig(128, 32, 1, 1, bulk=True)
-IN_TURNS = ForwardConfig(64, 64, 2, 1, bulk=True, warpgroups=2)
 BACKWARD = BackwardConfig(64, 2, 2, 64, 32, 1, bulk=True)
+HALVES = dataclasses.replace(BACKWARD, block_q=128, halves=True)
 ONE_WARPGROUP = BackwardConfig(64, 1, 1, 64, 32, 1, bulk=True)
 
 CAUSAL = Case(N=2, right=0)
@@ -73,10 +74,6 @@ CALLS = {
     "causal, grouped": Call(CAUSAL),
     "window and lengths, traced, one stage": Call(WINDOW, ONE_STAGE, traced=True, sinks=True),
     "statistics of segments and a soft cap": Call(SEGMENTS, statistics=True),
-    "window and lengths, in turns": Call(WINDOW, IN_TURNS, traced=True, sinks=True),
-    "causal, in turns": Call(CAUSAL, IN_TURNS),
-    "full, in turns": Call(Case(T=128, S=256), dataclasses.replace(IN_TURNS, block_kv=32)),
-    "segments, in turns": Call(SEGMENTS, IN_TURNS, statistics=True),
     "statistics of a negative scale": Call(Case(T=64, S=64, scale=-0.2), statistics=True),
     "nothing visible": Call(Case(T=64, S=64, right=0, q_start=-100)),
     "statistics with a sink": Call(CAUSAL, ONE_STAGE, sinks=True, statistics=True),
@@ -106,10 +103,6 @@ WRONG_FORWARD = {
         (("add_product(u * lax.broadcast_in_dim(alpha, u.shape, [0])", "add_product(u"),),
     ),
     "a negative scale turns the maximum": ("statistics of a negative scale", (("if scale < 0:", "if False:"),)),
-    "weights of the block before": (
-        "causal, in turns",
-        (("weights.astype(self.gmem.v.dtype)", "carry[2][:, : weights.shape[1]].astype(self.gmem.v.dtype)"),),
-    ),
     "m without its base": ("statistics with a sink", (("rows = [m * LN2, l]", "rows = [m, l]"),)),
 }
 
@@ -180,7 +173,9 @@ BACKWARDS: dict[str, tuple[Case, BackwardConfig, bool, bool]] = {  # case, confi
     "two warpgroups, columns": (WIDE, BACKWARD, False, True),
     "two warpgroups, queries": (CAUSAL, dataclasses.replace(BACKWARD, block_q=128), False, True),
     "halves, columns": (WIDE, dataclasses.replace(BACKWARD, halves=True), False, True),
-    "halves, queries": (CAUSAL, dataclasses.replace(BACKWARD, block_q=128, halves=True), False, True),
+    "halves, queries": (CAUSAL, HALVES, False, True),
+    "halves, window and lengths, traced": (WINDOW, HALVES, False, False),
+    "halves, segments and a soft cap": (SEGMENTS, HALVES, False, True),
     "halves, deterministic": (WIDE, dataclasses.replace(BACKWARD, halves=True, stages=1), True, True),
     "one warpgroup": (TALL, ONE_WARPGROUP, False, True),
     "rows without keys": (Case(right=0, q_lengths=(100,)), ONE_WARPGROUP, False, True),
@@ -193,7 +188,7 @@ BACKWARDS: dict[str, tuple[Case, BackwardConfig, bool, bool]] = {  # case, confi
 }
 
 
-@pytest.mark.parametrize("call", parameters(BACKWARDS, ("one warpgroup", "deterministic")))
+@pytest.mark.parametrize("call", parameters(BACKWARDS, ("halves, queries", "one warpgroup", "deterministic")))
 def test_backward(call: tuple[Case, BackwardConfig, bool, bool]) -> None:
     case, config, deterministic, static = call
     assert max(errors(case, config, deterministic=deterministic, static=static)) < TOLERANCE
@@ -201,6 +196,11 @@ def test_backward(call: tuple[Case, BackwardConfig, bool, bool]) -> None:
 
 def keys_mutant(*edits: tuple[str, str]) -> Any:
     return mutant(attention_backward, KeyBlocks=mutant(attention_backward_keys, *edits, sync=lambda: None).KeyBlocks)
+
+
+def halves_mutant(*edits: tuple[str, str]) -> Any:
+    wrong = mutant(attention_backward_halves, *edits).HalfQueryBlocks
+    return mutant(attention_backward, HalfQueryBlocks=wrong)
 
 
 def queries_mutant(*edits: tuple[str, str]) -> Any:
@@ -213,6 +213,22 @@ WRONG_BACKWARD = {
     "group's other head": ("one warpgroup", keys_mutant(("block.kv_head * G + member", "block.kv_head * G"))),
     "columns of the other warpgroup": ("two warpgroups, columns", keys_mutant(("(0, w * columns)", "(0, 0)"))),
     "queries of the other warpgroup": ("two warpgroups, queries", keys_mutant(("(w * rows, 0)", "(0, 0)"))),
+    "halves: dK of weights": (
+        "halves, queries",
+        halves_mutant(("else (self.chip.ds_smem, q)", "else (self.chip.p_smem, q)")),
+    ),
+    "halves: the normaliser of others": (
+        "halves, queries",
+        halves_mutant(("pl.ds(q_start + w * half, half)]", "pl.ds(q_start, half)]")),
+    ),
+    "halves: hidden as the first half is": (
+        "halves, queries",
+        halves_mutant(("block.k_start, q_start + w * half)", "block.k_start, q_start)")),
+    ),
+    "halves: slope of the soft cap": (
+        "halves, segments and a soft cap",
+        halves_mutant(("p if slope is None else p * slope", "p")),
+    ),
     "slope of the soft cap": ("segments and a soft cap", keys_mutant(("p if slope is None else p * slope", "p"))),
     "dQ without the scale": ("deterministic", queries_mutant(("dq * self.facts.scale", "dq"))),
     "dQ of weights": ("deterministic", queries_mutant(("add_product(dq, ds, k)", "add_product(dq, p, k)"))),

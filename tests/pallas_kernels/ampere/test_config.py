@@ -1,6 +1,7 @@
 """Launch settings of the portable kernels: what is refused, and that heuristics and candidates are legal."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -25,7 +26,6 @@ def shape(H: int = 128, Hv: int = 128, T: int = 4096) -> AttentionShape:
         (ForwardConfig, "block_kv", 48),
         (ForwardConfig, "stages", 3),
         (ForwardConfig, "section", 0),
-        (ForwardConfig, "warpgroups", 3),
         (BackwardConfig, "block_q", 32),
         (BackwardConfig, "stages", 0),
         (BackwardConfig, "warpgroups", 3),
@@ -83,10 +83,21 @@ def test_backward_heuristic_and_candidates_are_legal(
             assert not any(config.refusals(call, memory, deterministic=deterministic) for config in configs)
 
 
+@pytest.mark.parametrize("sizes", HEAD_SIZES)
+def test_halves_are_for_a_copy_engine_and_sums_in_any_order(sizes: tuple[int, int]) -> None:
+    """There they have been timed; candidates have both forms, wherever they are legal."""
+    for bulk, deterministic in itertools.product((False, True), repeat=2):
+        options: dict[str, Any] = {"bulk": bulk, "deterministic": deterministic}
+        first, *others = attention_backward_config.candidates(shape(*sizes), shared_memory("9.0"), **options)
+        assert first.halves == (bulk and not deterministic)
+        assert dataclasses.replace(first, halves=not first.halves) in others
+    small = attention_backward_config.heuristic(shape(*sizes), shared_memory("12.0"), bulk=True)
+    assert not small.halves  # nor are there two warpgroups
+
+
 def test_shared_memory_is_counted() -> None:
     """H = 128: 128 queries are 32 KiB, a block of 64 keys and one of values 16 KiB each."""
     assert ForwardConfig().shared_memory(shape()) == (32 + 2 * 32) * KIB + RESERVED
-    assert ForwardConfig(warpgroups=2, bulk=True).shared_memory(shape()) == (64 + 2 * 32) * KIB + RESERVED
     backward = BackwardConfig()  # K and V 64, two stages of Q and dO 64, dS 16 or with P 32, dQ 32 in float32
     assert backward.key_block_bytes(shape(), fused=False) == 128 * KIB + RESERVED
     assert backward.key_block_bytes(shape(), fused=True) == 144 * KIB + RESERVED
@@ -101,10 +112,7 @@ def test_shared_memory_is_counted() -> None:
     ("H", "settings", "reason"),
     [
         (128, {"block_kv": 128}, "registers"),
-        (128, {"keep_q": True}, "registers"),
         (256, {"tile_q": 64, "stages": 2}, "shared memory"),
-        (128, {"warpgroups": 2, "block_kv": 32}, "two warpgroups need the copy engine"),
-        (128, {"warpgroups": 2, "bulk": True, "stages": 1}, "two stages"),
         (80, {}, "head sizes in multiples of 64"),
         (320, {}, "head sizes up to 256"),
     ],
