@@ -1,8 +1,9 @@
 """Other implementations of attention on a GPU, for comparison: each imported only where it is installed."""
 
+import functools
 import importlib.util
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -65,15 +66,18 @@ def attention_mgpu(query: jax.Array, key: jax.Array, value: jax.Array, case: Cas
     return kernel.attention(scaled, key, value, config)
 
 
-def triton(query: jax.Array, key: jax.Array, value: jax.Array, case: Case) -> jax.Array:
-    """jax's own Pallas Triton kernel, which knows one head size and as many key/value heads as query heads."""
+def triton(query: jax.Array, key: jax.Array, value: jax.Array, case: Case, blocks: int = 32) -> jax.Array:
+    """jax's own Pallas Triton kernel, which knows one head size and as many key/value heads as query heads.
+
+    Its backward has blocks of 32 by its own defaults (`BlockSizes.get_default`).
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is deprecated
         from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
 
     key, value = (jnp.repeat(x, case.N // case.K, axis=2) for x in (key, value))
     ids = jnp.asarray(case.segment_ids) if case.documents else None
-    backward = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 32)
+    backward = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), blocks)
     sizes = BlockSizes(128 if case.H <= 128 else 64, 128 if case.H <= 64 else 64, **backward)
     return mha(query, key, value, ids, case.H**-0.5, case.is_causal, sizes)
 
@@ -86,21 +90,30 @@ class Peer(NamedTuple):
     takes: Callable[[Case], Any]
 
 
+TRITON, TRITON_64 = "jax Triton", "jax Triton, blocks of 64"
 PEERS: dict[str, Peer] = {
     "cuDNN": Peer(cudnn, "jax", lambda case: not case.documents),
     "FlashAttention-3": Peer(flash_attention_3, "flash_attn3_jax", lambda case: case.H == 128),
     "tokamax": Peer(tokamax, "tokamax", lambda case: not case.documents or case.is_causal),
     "attention_mgpu": Peer(attention_mgpu, "jax", lambda case: not case.window and not case.documents),
-    "jax Triton": Peer(triton, "jax", lambda case: not case.window),
+    TRITON: Peer(triton, "jax", lambda case: not case.window),
+}
+# Those that run wherever the portable kernels do. The blocks of the backward change nothing in the forward.
+PORTABLE = {
+    "forward": {TRITON: PEERS[TRITON]},
+    "training": {
+        TRITON: PEERS[TRITON],
+        TRITON_64: PEERS[TRITON]._replace(attend=functools.partial(triton, blocks=64)),
+    },
 }
 
 
-def installed(case: Case) -> dict[str, Attend]:
+def installed(case: Case, peers: Mapping[str, Peer] = PEERS) -> dict[str, Attend]:
     """The peers that can run a case here, by name."""
     if jax.default_backend() != "gpu":
         return {}
     return {
         name: peer.attend
-        for name, peer in PEERS.items()
+        for name, peer in peers.items()
         if importlib.util.find_spec(peer.package) is not None and peer.takes(case)
     }

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from experiments.attention_cases import (
     part,
 )
 from experiments.harness import Job
-from flashspec.attention import AttentionPlan, Hopper, plan_attention
+from flashspec.attention import Ampere, AttentionPlan, Hopper, plan_attention
 from flashspec.measure import Interleaved, checked, compile_call, interleaved
 
 if TYPE_CHECKING:
@@ -33,16 +33,17 @@ if TYPE_CHECKING:
 
 QUESTION = "How fast is attention forward and backward, against the best of its peers on this device?"
 NEEDS = "a GPU or a TPU; the peers are optional (extra `peers`)"
-TIME = "15 minutes on an H200 for all parts; the smoke run anywhere"
+TIME = "18 minutes on an H200 for all parts; the smoke run anywhere"
 
 OURS, DETERMINISTIC = "flashspec", "deterministic"
 FORWARD_BAR, FORWARD_MEAN = 0.99, 1.03
 TRAINING_BAR, TRAINING_MEAN = 0.99, 1.02
 DETERMINISTIC_BAR = 0.80
+PORTABLE_BARS = {"forward": 1.0, "training": 2.0}  # of jax's Triton kernel
 WINDOW_BAR = 1 / 5  # of the time of the full causal call
 LINEAR = 1.1  # by how much memory for one more token may grow with T
 WORK = {"forward": 1.0, "training": 3.5}  # in products of the forward: 2 of 2, 7 of 2
-PARTS = ("forward", "training", "packed", "growth", "memory")
+PARTS = ("forward", "training", "packed", "portable", "growth", "memory")
 
 LONG, WINDOW = Case(1, 16384, 16, 16, 128, True), Case(1, 16384, 16, 16, 128, True, (1023, 0))
 GRID = (
@@ -55,6 +56,11 @@ GRID = (
     WINDOW,
 )
 TRAINING = tuple(case for case in GRID if case.T > 1024 and case.window is None)
+PORTABLE = (
+    *(Case(4, 4096, 16, 16, 128, causal) for causal in (False, True)),
+    Case(4, 4096, 32, 8, 128, True),
+    Case(4, 4096, 32, 32, 64, True),
+)
 DOCUMENTS = (512, 1024, 3072, 256, 4096, 2048, 1280, 4096)
 PACKED = (dataclasses.replace(LONG, documents=DOCUMENTS),)
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -63,8 +69,26 @@ SMOKE = {
     "forward": (Case(1, 32, 2, 1, 16, True),),
     "training": (Case(1, 32, 2, 1, 16, True),),
     "packed": (Case(1, 32, 2, 1, 16, True, documents=(12, 20)),),
+    "portable": (Case(1, 32, 2, 1, 16, True),),
     "growth": tuple(Case(64 // T, T, 1, 1, 16, True) for T in (32, 64)),
 }
+
+
+class Field(NamedTuple):
+    """Who is timed.
+
+    Args:
+      implementation: ours; None for what the library chooses.
+      peers: the others, by name.
+      rival: the peer that our ratio is to; None for the best of each row.
+    """
+
+    implementation: Any = None
+    peers: Mapping[str, attention_peers.Peer] = attention_peers.PEERS
+    rival: str | None = None
+
+
+ALL = Field()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,27 +106,52 @@ def run(job: Job) -> None:
         elif name == "packed":
             for direction in WORK:
                 _table(job, f"packed_{direction}", direction, SMOKE[name] if job.smoke else PACKED)
+        elif name == "portable":
+            portable(job)
         else:
             bars = {"forward": (FORWARD_BAR, FORWARD_MEAN), "training": (TRAINING_BAR, TRAINING_MEAN)}[name]
             cases = {"forward": GRID, "training": TRAINING}[name]
             _table(job, name, name, SMOKE[name] if job.smoke else cases, bars)
 
 
+def portable(job: Job) -> None:
+    """The kernels for every GPU, against jax's own for every GPU."""
+    if not job.smoke and jax.default_backend() != "gpu":
+        job.say("portable: these kernels run on an NVIDIA GPU alone")
+        return
+    implementation = None if job.smoke else Ampere()  # the smoke run has no such kernel, and XLA in its place
+    for direction, bar in PORTABLE_BARS.items():
+        field = Field(implementation, attention_peers.PORTABLE[direction], attention_peers.TRITON)
+        cases = SMOKE["portable"] if job.smoke else PORTABLE
+        ratios = _table(job, f"portable_{direction}", direction, cases, field=field)
+        if ratios:
+            low, what = min(ratios), "jax's Triton kernel by its own default blocks of the backward (32)"
+            job.goal(f"portable, {direction}: at least {bar} of {what} in every row: {low:.2f}", low >= bar)
+
+
 def _table(
-    job: Job, name: str, direction: str, cases: tuple[Case, ...], bars: tuple[float, float] | None = None
-) -> None:
+    job: Job,
+    name: str,
+    direction: str,
+    cases: tuple[Case, ...],
+    bars: tuple[float, float] | None = None,
+    field: Field = ALL,
+) -> list[float]:
+    """One row for each case; returns our ratios."""
+    with_deterministic = direction == "training" and field == ALL
     rows, ratios, speeds, deterministic, seconds = [], [], {}, [], {}
     for case in job.track(cases, name):
-        timed = measure(job, case, direction)
+        timed = measure(job, case, direction, field, deterministic=with_deterministic)
         rates = _rates(case, direction, timed)
         steady = rates.pop(DETERMINISTIC, None)
         speeds[str(case)] = rates
         seconds[case] = timed.timings[OURS].steady_s
         peers = {one: rate for one, rate in rates.items() if one != OURS}
-        ratio = rates[OURS] / max(peers.values()) if peers else None
-        ran = _pass(case, direction)
-        columns = [_cell(peers.get(peer)) for peer in attention_peers.PEERS]
-        columns += [_cell(steady and steady / rates[OURS], 2)] if direction == "training" else []
+        rivals = [rate for one, rate in peers.items() if field.rival in (None, one)]
+        ratio = rates[OURS] / max(rivals) if rivals else None
+        ran = _pass(case, direction, field)
+        columns = [_cell(peers.get(peer)) for peer in field.peers]
+        columns += [_cell(steady and steady / rates[OURS], 2)] if with_deterministic else []
         rows.append([str(case), ran.implementation, ran.source, f"{rates[OURS]:.0f}", *columns, _cell(ratio, 3)])
         ratios += [ratio] if ratio is not None else []
         deterministic += [steady / rates[OURS]] if steady is not None else []
@@ -110,13 +159,13 @@ def _table(
             job.record(
                 f"{name}/{case}/{one}", settings=dataclasses.asdict(case), **timing.fields() | {"compile_s": None}
             )
-    columns = ["case", "kernel", "settings", OURS, *attention_peers.PEERS]
-    columns += ["deterministic over default"] if direction == "training" else []
+    columns = ["case", "kernel", "settings", OURS, *field.peers]
+    columns += ["deterministic over default"] if with_deterministic else []
     clocks = ", ".join(dict.fromkeys(timing.clock for timing in timed.timings.values()))
     title = f"{name}, TFLOP/s (only visible pairs count, training 3.5 times), by {clocks}"
-    job.table(name, title, [*columns, "ratio to the best"], rows)
+    job.table(name, title, [*columns, f"ratio to {field.rival or 'the best'}"], rows)
     with job.figure(name, f"Attention, {name}") as axes:
-        draw(axes, speeds)
+        draw(axes, speeds, field)
     if deterministic:
         low = min(deterministic)
         job.goal(
@@ -132,6 +181,7 @@ def _table(
         job.goal(f"{name}: at least {bars[0]} of the best peer in every row", min(ratios) >= bars[0])
         job.goal(f"{name}: geometric mean of at least {bars[1]}", mean >= bars[1])
         job.reaches(f"attention, {name}", f"{min(ratios):.2f} to {max(ratios):.2f} of the best peer, mean {mean:.2f}")
+    return ratios
 
 
 def growth(job: Job) -> None:
@@ -194,9 +244,9 @@ def _beside(direction: str, case: Case) -> int:
     return analysis.temp_size_in_bytes
 
 
-def draw(axes: "Axes", speeds: Mapping[str, Mapping[str, float]]) -> None:
+def draw(axes: "Axes", speeds: Mapping[str, Mapping[str, float]], field: Field = ALL) -> None:
     """TFLOP/s of every implementation on every case, ours in front."""
-    names = [OURS, *attention_peers.PEERS]
+    names = [OURS, *field.peers]
     for number, name in enumerate(names):
         places = [row + (number / len(names) - 0.4) * 0.9 for row, rates in enumerate(speeds.values()) if name in rates]
         height = 0.9 / len(names)
@@ -207,13 +257,13 @@ def draw(axes: "Axes", speeds: Mapping[str, Mapping[str, float]]) -> None:
     axes.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.35, -0.12))
 
 
-def measure(job: Job, case: Case, direction: str, *, deterministic: bool = True) -> Interleaved:
+def measure(job: Job, case: Case, direction: str, field: Field = ALL, *, deterministic: bool = True) -> Interleaved:
     """Every implementation in turn, after a check of each: a peer whose result is wrong is named and not timed."""
     program, arrays = _direction(direction), operands(case, job.seed, 4 if direction == "training" else 3)
-    attends: dict[str, Callable[..., jax.Array]] = {OURS: ours()}
+    attends: dict[str, Callable[..., jax.Array]] = {OURS: ours(field.implementation)}
     if deterministic and direction == "training" and _pass(case, direction).implementation == "hopper":
         attends[DETERMINISTIC] = ours(Hopper(deterministic=True))
-    attends |= attention_peers.installed(case)
+    attends |= attention_peers.installed(case, field.peers)
     builders = {
         name: functools.partial(compile_call, program(attend, case), *arrays) for name, attend in attends.items()
     }
@@ -242,10 +292,10 @@ def _direction(name: str) -> Callable[..., Any]:
     return {"forward": forward, "training": gradients}[name]
 
 
-def _pass(case: Case, direction: str) -> Any:
+def _pass(case: Case, direction: str, field: Field = ALL) -> Any:
     """What the plan says of a direction."""
     ids = {name: jax.ShapeDtypeStruct(x.shape, jnp.int32) for name, x in case.options.items() if name.endswith("ids")}
-    plan: AttentionPlan = plan_attention(*case.shapes[:3], **case.options | ids)
+    plan: AttentionPlan = plan_attention(*case.shapes[:3], **case.options | ids, implementation=field.implementation)
     return plan.forward if direction == "forward" else plan.backward
 
 
