@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +26,26 @@ from experiments.attention_cases import (
     part,
 )
 from experiments.harness import Job
-from flashspec.attention import DenseView, Hopper, decode_attention, hopper, hopper_decode, plan_attention, tuning
+from flashspec.attention import (
+    Ampere,
+    DenseView,
+    Hopper,
+    ampere,
+    decode_attention,
+    hopper,
+    hopper_decode,
+    plan_attention,
+    tuning,
+)
 from flashspec.measure import Call, checked, compile_call, interleaved
 from pallas_kernels.gpu.hopper import attention_decode_config
 from pallas_kernels.gpu.hopper.attention_decode_config import DecodeShape
 
 QUESTION = "Which launch settings run attention fastest on this device, and how much faster than the heuristic's?"
-NEEDS = "a Hopper GPU; --smoke goes through the search with XLA's attention in place of every candidate"
+NEEDS = (
+    "a Hopper GPU, or for --family ampere one of compute capability 8.0 or more; "
+    "--smoke goes through the search with XLA's attention in place of every candidate"
+)
 TIME = "20 minutes on an H200 for everything, about one for a shape of one kernel"
 
 KERNELS = ("forward", "backward", "deterministic", "decode")
@@ -44,7 +57,30 @@ GAIN = 1.01  # times as fast as the heuristic's that others have to be to take i
 SECTIONS = ("heads_per_section", "section")  # settings that are searched last: they change the order of work alone
 
 
+class Family(NamedTuple):
+    """Kernels of one kind of GPU.
+
+    Args:
+      settings: makes settings of a call.
+      searches: candidates of a call, by kernel.
+      prefix: of the names of the kernels' files.
+      widest: the largest head size with gradients.
+    """
+
+    settings: Any
+    searches: Callable[[Any], Mapping[str, tuple[tuning.TuningKey, tuple[Any, ...]]]]
+    prefix: str = ""
+    widest: int = 256
+
+
+FAMILIES = {
+    "hopper": Family(Hopper, hopper.searches),
+    "ampere": Family(Ampere, ampere.searches, "ampere_", ampere.LARGEST_BACKWARD_HEAD),
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--family", choices=FAMILIES, default="hopper", help="of kernels (default: hopper)")
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS, help="to tune (default: all)")
     parser.add_argument("--only", default="", help="only cases whose name has this text, such as 'T4096'")
     parser.add_argument("--repeats", type=int, default=9, help="timed calls of the best candidates, in turn")
@@ -214,38 +250,43 @@ def _changes(config: Any, heuristic: Any) -> str:
 def tasks(job: Job) -> list[Task]:
     """All shapes of all kernels that are asked for."""
     found: list[Task] = []
+    family = FAMILIES[job.args.family]
+    training = tuple(case for case in attention_throughput.TRAINING if family.widest >= case.H)
     for name in job.args.kernels:
         if name == "decode":
+            if job.args.family != "hopper":
+                continue  # no other family has such a kernel
             shapes = ((1, 64, 1),) if job.smoke else DECODE
             found += [decode_task(job, *shape) for shape in shapes]
             continue
-        grid = attention_throughput.GRID if name == "forward" else attention_throughput.TRAINING
+        grid = attention_throughput.GRID if name == "forward" else training
         cases = attention_throughput.SMOKE["forward"] if job.smoke else grid
         found += [(forward_task if name == "forward" else backward_task)(job, case, name) for case in cases]
     return [task for task in found if job.args.only in task.label]
 
 
-def _attend(job: Job, settings: Hopper) -> Callable[..., jax.Array]:
+def _attend(job: Job, settings: Any) -> Callable[..., jax.Array]:
     """The call with settings; the smoke run has no such kernel, and XLA in its place."""
     return ours(None if job.smoke else settings)
 
 
 def _searched(job: Job, case: Case, name: str) -> tuple[str, tuning.TuningKey, tuple[Any, ...]]:
     """Kernel, key and candidates."""
-    device = "NVIDIA H200" if job.smoke else None
-    settings = Hopper(deterministic=name == "deterministic")
+    device, family = "NVIDIA H200" if job.smoke else None, FAMILIES[job.args.family]
+    settings = family.settings(deterministic=name == "deterministic")
     request = plan_attention(*case.shapes[:3], **case.options, implementation=settings, device=device).request
-    kernel = "attention_forward" if name == "forward" else "attention_backward"
-    key, configs = hopper.searches(request)[kernel]
+    kernel = family.prefix + ("attention_forward" if name == "forward" else "attention_backward")
+    key, configs = family.searches(request)[kernel]
     return kernel, key, configs[:2] if job.smoke else configs
 
 
 def forward_task(job: Job, case: Case, name: str) -> Task:
     """The forward of a case."""
     kernel, key, configs = _searched(job, case, name)
+    settings = FAMILIES[job.args.family].settings
 
     def build(config: Any) -> Call:
-        return compile_call(forward(_attend(job, Hopper(forward=config)), case), *operands(case, job.seed, 3))
+        return compile_call(forward(_attend(job, settings(forward=config)), case), *operands(case, job.seed, 3))
 
     return Task(kernel, str(case), key, configs, build, _Distance(job, case, forward, 3))
 
@@ -253,11 +294,11 @@ def forward_task(job: Job, case: Case, name: str) -> Task:
 def backward_task(job: Job, case: Case, name: str) -> Task:
     """The backward of a case alone: what the forward saves is made before."""
     kernel, key, configs = _searched(job, case, name)
-    label = str(case) + (" deterministic" if key.deterministic else "")
+    label, settings = str(case) + (" deterministic" if key.deterministic else ""), FAMILIES[job.args.family].settings
 
     def build(config: Any) -> Call:
         *arrays, cotangent = operands(case, job.seed, 4)
-        attend = _attend(job, Hopper(backward=config, deterministic=key.deterministic))
+        attend = _attend(job, settings(backward=config, deterministic=key.deterministic))
         pull = jax.jit(lambda *x: jax.vjp(forward(attend, case), *x)[1])(*arrays)
         return compile_call(lambda pull, cotangent: pull(cotangent), pull, cotangent)
 

@@ -7,6 +7,7 @@ to what they are compiled for: a copy that the plan counts.
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 from jax import Array
 
@@ -76,6 +77,18 @@ def sources(request: AttentionRequest) -> Mapping[str, str]:
     """Where the launch settings of each direction come from, for the plan: "given", "tuned" or "heuristic"."""
     both = {"forward": _forward_config(request)[1], "backward": _backward_config(request)[1]}
     return both if backward(request) == "ampere" else {"forward": both["forward"]}
+
+
+def searches(request: AttentionRequest) -> Mapping[str, tuple[tuning.TuningKey, tuple[Any, ...]]]:
+    """For each kernel, by what an entry would be found, and the settings worth timing, the heuristic's first."""
+    shape, deterministic = _padded_shape(request), _deterministic(request)
+    memory, bulk = shared_memory(request.compute_capability), _bulk(request)
+    forwards = attention_forward_config.candidates(shape, memory, bulk=bulk)
+    backwards = attention_backward_config.candidates(shape, memory, bulk=bulk, deterministic=deterministic)
+    return {
+        FORWARD: (tuning.key_of(request, shape), tuple(forwards)),
+        BACKWARD: (tuning.key_of(request, shape, deterministic), tuple(backwards)),
+    }
 
 
 def copies(request: AttentionRequest) -> Mapping[str, int]:

@@ -1,14 +1,16 @@
 """The search for launch settings: a fast wrong result is never recorded, and what is recorded is read."""
 
+import argparse
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from experiments import attention_cases, tune_attention
+from experiments import attention_cases, harness, registry, tune_attention
 from experiments.attention_cases import Case
 from experiments.tune_attention import Task, save, search
 from flashspec.attention import ForwardConfig, tuning
@@ -87,6 +89,34 @@ def test_what_is_saved_is_what_the_library_reads(tmp_path: Path, monkeypatch: py
     save(tmp_path, "attention_forward", "NVIDIA H200", [found.entry])
     monkeypatch.setattr(tuning, "FOLDER", tmp_path)
     assert tuning.packaged("attention_forward", "NVIDIA H200") == {KEY: found.entry}
+
+
+# What is searched.
+
+
+def job(tmp_path: Path, family: str, *, smoke: bool) -> Any:
+    args = argparse.Namespace(family=family, kernels=tune_attention.KERNELS, only="", smoke=smoke, seed=0, out=tmp_path)
+    return harness.Job(registry.find("tune_attention"), args, "a command")
+
+
+@pytest.mark.parametrize("family", tune_attention.FAMILIES)
+def test_what_a_family_searches_is_what_its_files_may_hold(family: str, tmp_path: Path) -> None:
+    found = tune_attention.tasks(job(tmp_path, family, smoke=True))
+    assert all(task.kernel.startswith("ampere_") == (family == "ampere") for task in found)
+    for task in found:
+        kernel = tuning.KERNELS[task.kernel]
+        assert {type(config) for config in task.configs} == {kernel.config}
+        assert not any(kernel.refusals(task.key, config) for config in task.configs)
+    assert {task.key.deterministic for task in found} == {False, True}
+
+
+def test_heads_without_gradients_of_a_family_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("forward_task", "backward_task", "decode_task"):
+        monkeypatch.setattr(tune_attention, name, lambda job, case, *_: SimpleNamespace(label=str(case), case=case))
+    for family, widest in (("hopper", 256), ("ampere", 128)):
+        args = job(tmp_path, family, smoke=False)
+        args.args.kernels = ("backward",)
+        assert max(task.case.H for task in tune_attention.tasks(args)) == widest  # type: ignore[attr-defined]
 
 
 # The cases that are timed.
