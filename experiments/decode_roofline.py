@@ -2,35 +2,52 @@
 
 import argparse
 import dataclasses
+import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
 
-from experiments import round_costs
+from experiments import hugging_face, round_costs
 from experiments.bandwidth_bound import read_rate, step_bytes
+from experiments.compilation import build_all
 from experiments.harness import Job
 from experiments.large_pair import agree, random_prompt
 from experiments.pairs import Pair
-from experiments.programs import Program, Programs, time_decoding
-from experiments.ruled_models import SAMPLING, SMOKE, accepted_as_set, drafter_of, random_params, ruled_pair
+from experiments.programs import Program, Programs, Prompts, time_decoding
+from experiments.round_costs import Loop
+from experiments.ruled_models import (
+    SAMPLING,
+    SMOKE,
+    accepted_as_set,
+    drafter_of,
+    no_words,
+    random_params,
+    ruled_pair,
+)
 from experiments.scanned_decoder import scanned
 from flashspec import costs, models
 from flashspec.checks import at_least, fail
 from flashspec.fusion.decode_block import BlockForm, Heads, plan_decode_block
-from flashspec.language_model import Cache, LanguageModel, Params
-from flashspec.measure import HOST, Checked, checked, compile_call
+from flashspec.language_model import LanguageModel, Params
+from flashspec.measure import HOST, Checked, checked
+from flashspec.models.checkpoint import stored_tensors
+from flashspec.sampling import SamplingParams
+from flashspec.speculative import ModelDrafter
 
 QUESTION = "How near is decoding to the bytes that it must read, and speculation to eq. 33.15?"
-NEEDS = "a GPU with 80 GB of memory"
-TIME = "14 minutes on an H200"
+NEEDS = "a GPU with 80 GB of memory; torch and transformers for the comparison with Hugging Face's generate"
+TIME = "8 minutes on an H200"
 
 STEP_BAR, STEP_AIM, VERIFY_BARS, SPEEDUP_BAR = 1.18, 1.10, {5: 1.05, 9: 1.08}, 0.05
 SHAPES = ((1, 1), (1, 5), (1, 9), (8, 1))  # B, T
 ACCEPTANCES, DRAFT_LENGTHS = (0.6, 0.8, 0.95), (2, 4, 8)
 PLAIN = 1  # tokens of a forward of plain decoding
+PARTS = ("forwards", "speculation", "hugging_face")
+GREEDY = SamplingParams(temperature=0.0, top_k=None, top_p=None)
+JUDGED = 64  # positions of the prompt whose logits Hugging Face's have to agree with
 
 
 class Forward(NamedTuple):
@@ -54,10 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capacity", type=int, default=2048, help="positions in the caches")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="of the experiment (default: all)")
 
 
 def run(job: Job) -> None:
-    """Time forwards, then a scan over layers in their place, then generation."""
+    """Time forwards in all their forms, then generation."""
     args = job.args
     if job.smoke:
         vars(args).update(capacity=64, max_new_tokens=24, repeats=1, acceptance=[0.8], draft_length=[2])
@@ -70,11 +88,15 @@ def run(job: Job) -> None:
     exact = checked("five tokens verified together are as one by one", lambda: agree(model, params))
     if not job.claim(exact.what, exact.passed):
         return
-    rate = read_rate(job.smoke)
-    forwards = steps(job, model, params, config, rate)
-    fused(job, model, params, config, forwards)
-    scan(job, model, params, config, forwards[1, PLAIN])
-    speculation(job, config, params, exact)
+    if "forwards" in args.parts:
+        forwards(job, model, params, config)
+    if set(args.parts) == {"forwards"}:
+        return
+    own = {"target": params, "draft": random_params(_config(job, "draft"), job.seed + 1)}
+    if "speculation" in args.parts:
+        speculation(job, own, exact)
+    if "hugging_face" in args.parts:
+        against_hugging_face(job, own, exact)
 
 
 def _config(job: Job, role: str) -> models.DecoderConfig:
@@ -83,34 +105,61 @@ def _config(job: Job, role: str) -> models.DecoderConfig:
     return dataclasses.replace(config, eos_token_ids=())
 
 
-def forward(job: Job, model: LanguageModel, params: Params, sizes: tuple[int, int], bound: float) -> Forward:
-    """A forward over T tokens of B rows whose caches are half full, in a compiled loop."""
-    (batch, width), few = sizes, {"steps": 2, "repeats": 1}
-    shape = round_costs.Shape(batch, job.args.capacity, **(few if job.smoke else {"repeats": job.args.repeats}))
-    length = jnp.full(batch, shape.capacity // 2, jnp.int32)
+def forwards(job: Job, model: LanguageModel, params: Params, config: models.DecoderConfig) -> None:
+    """One token and several, layers one by one, as one kernel between two attentions, and as a scan."""
+    shapes = SHAPES[:2] if job.smoke else SHAPES
+    other = fused_model(job, model, params, config, shapes)
+    scan, stacked = scanned(config, params, model)
+    if not _same(job, "a scan over layers", model, params, scan, stacked):
+        return
+    compiling: dict[Any, Any] = {}
+    one = functools.partial(_forward_loop, job, sizes=(1, PLAIN))
+    with job.console.status("compiling"):
+        # Alone, since their times of compilation are compared.
+        first, scan_loop = one(model, params), one(scan, stacked)
+        for sizes in shapes:
+            if sizes != (1, PLAIN):
+                compiling["plain", sizes] = functools.partial(_forward_loop, job, model, params, sizes)
+            if other is not None:
+                compiling["fused", sizes] = functools.partial(_forward_loop, job, other, params, sizes)
+        loops = {("plain", (1, PLAIN)): first, **build_all(compiling)}
+    rate = read_rate(job.smoke)
 
-    def loop(params: Params, cache: Cache, tokens: Array) -> tuple[Array, Cache]:
-        def one(_: int, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
-            logits, cache = model.logits(params, *carry)
-            bits = lax.bitcast_convert_type(jnp.max(logits, axis=-1), jnp.int32)  # of all logits: none is left out
-            return (bits & 0x7FFFFFFF) % model.vocab_size, model.rollback(cache, length)
+    def timed(loop: Loop, sizes: tuple[int, int]) -> Forward:
+        bound = step_bytes(config, sizes[0], job.args.capacity // 2) / rate
+        return Forward(loop.seconds(), loop.call.compile_s or 0.0, bound)
 
-        return lax.fori_loop(0, shape.steps, one, (tokens, cache))
-
-    tokens = jnp.ones((batch, width), jnp.int32)
-    call = compile_call(loop, params, round_costs.half_full(model, shape), tokens)
-    return Forward(round_costs.seconds_of(call, shape), call.compile_s, bound)
+    plain = {sizes: timed(loops["plain", sizes], sizes) for sizes in job.track(shapes, "forwards")}
+    report_plain(job, plain, rate)
+    if other is not None:
+        report_fused(job, plain, {sizes: timed(loops["fused", sizes], sizes) for sizes in shapes})
+    report_scan(job, plain[1, PLAIN], timed(scan_loop, (1, PLAIN)))
 
 
-def steps(
-    job: Job, model: LanguageModel, params: Params, config: models.DecoderConfig, rate: float
-) -> dict[tuple[int, int], Forward]:
+def _forward_loop(job: Job, model: LanguageModel, params: Params, sizes: tuple[int, int]) -> Loop:
+    """Forwards over T tokens of B rows whose caches are half full."""
+    few = {"steps": 2, "repeats": 1} if job.smoke else {"repeats": job.args.repeats}
+    shape = round_costs.Shape(sizes[0], job.args.capacity, **few)
+    return round_costs.forward_loop(model, params, sizes[1], shape)
+
+
+def _same(
+    job: Job, what: str, model: LanguageModel, params: Params, other: LanguageModel, other_params: Params
+) -> bool:
+    """Whether two forms of a model have the same logits, to bfloat16's rounding."""
+    tokens = jax.random.randint(jax.random.key(job.seed), (1, 8), 0, model.vocab_size)
+    one, two = (
+        np.asarray(jax.jit(m.apply)(p, tokens, m.init_cache(1, 16))[0])
+        for m, p in ((model, params), (other, other_params))
+    )
+    same = bool(np.abs(one - two).max() < 0.05 * np.abs(one).max())
+    return job.claim(f"{what} gives the logits of the layers one by one, to bfloat16's rounding", same)
+
+
+def report_plain(job: Job, found: Mapping[tuple[int, int], Forward], rate: float) -> None:
     """Forwards of the public path, with what they are held to."""
-    found: dict[tuple[int, int], Forward] = {}
-    for batch, width in job.track(SHAPES[:2] if job.smoke else SHAPES, "forwards"):
-        bound = step_bytes(config, batch, job.args.capacity // 2) / rate
-        found[batch, width] = each = forward(job, model, params, (batch, width), bound)
-        values = {"bound_s": bound, "over_bound": each.over}
+    for (batch, width), each in found.items():
+        values = {"bound_s": each.bound, "over_bound": each.over}
         settings = {"batch": batch, "tokens": width, "capacity": job.args.capacity}
         job.record(f"forward B {batch} T {width}", settings=settings, clock=HOST, steady_s=each.seconds, values=values)
     rows = [
@@ -120,7 +169,7 @@ def steps(
     columns = ["B", "T", "ms", "bound, ms", "over the bound", "over T = 1"]
     job.table("forwards", f"Forwards, cache {job.args.capacity} half full; {rate / 1e12:.2f} TB/s read", columns, rows)
     if job.smoke:
-        return found
+        return
     for batch in (1, 8):
         over = found[batch, PLAIN].over
         job.goal(f"B = {batch}: a step is {over:.3f} of its bound, {STEP_BAR} allowed", over <= STEP_BAR)
@@ -134,28 +183,27 @@ def steps(
         axes.bar(names, [each.over for each in found.values()])
         axes.axhline(STEP_BAR, linestyle="--", color="gray", label=f"{STEP_BAR}")
         axes.legend()
-    return found
 
 
-def fused(
-    job: Job, model: LanguageModel, params: Params, config: models.DecoderConfig, plain: dict[tuple[int, int], Forward]
-) -> None:
-    """The same forwards with all between two attentions as one kernel, where there is one; in a smoke run its twin."""
+def fused_model(
+    job: Job, model: LanguageModel, params: Params, config: models.DecoderConfig, shapes: tuple[tuple[int, int], ...]
+) -> LanguageModel | None:
+    """The model with all between two attentions as one kernel, where there is one; in a smoke run its twin."""
     heads = Heads(config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
     form = BlockForm(heads, config.rms_norm_eps)
-    widest = max(batch * width for batch, width in plain)
+    widest = max(batch * width for batch, width in shapes)
     plan = plan_decode_block(widest, config.hidden_size, config.intermediate_size, form)
     if "hopper" in plan.rejected and not job.smoke:
-        return
+        return None
     other = models.as_language_model(config, jnp.bfloat16, decode_block="xla" if job.smoke else "hopper")
-    tokens = jax.random.randint(jax.random.key(job.seed), (1, 8), 0, config.vocab_size)
-    one, two = (np.asarray(jax.jit(m.apply)(params, tokens, m.init_cache(1, 16))[0]) for m in (model, other))
-    same = bool(np.abs(one - two).max() < 0.05 * np.abs(one).max())
-    if not job.claim("one kernel between two attentions gives the logits of products one by one, to rounding", same):
-        return
+    return other if _same(job, "one kernel between two attentions", model, params, other, params) else None
+
+
+def report_fused(job: Job, plain: Mapping[tuple[int, int], Forward], found: Mapping[tuple[int, int], Forward]) -> None:
+    """The same forwards with all between two attentions as one kernel."""
     rows = []
-    for (batch, width), each in plain.items():
-        own = forward(job, other, params, (batch, width), each.bound)
+    for (batch, width), own in found.items():
+        each = plain[batch, width]
         rows.append([batch, width, 1e3 * each.seconds, 1e3 * own.seconds, own.over, each.seconds / own.seconds])
         settings = {"batch": batch, "tokens": width, "capacity": job.args.capacity}
         values = {"over_bound": own.over, "speed_over_plain": each.seconds / own.seconds}
@@ -165,17 +213,8 @@ def fused(
     job.table("fused", "All between two attentions as one kernel", columns, rows)
 
 
-def scan(job: Job, model: LanguageModel, params: Params, config: models.DecoderConfig, unrolled: Forward) -> None:
+def report_scan(job: Job, unrolled: Forward, found: Forward) -> None:
     """The same step as a scan over stacked layers: what it saves in compilation, and what it costs."""
-    other, stacked = scanned(config, params, model)
-    tokens = jax.random.randint(jax.random.key(job.seed), (1, 8), 0, config.vocab_size)
-    one, two = (
-        np.asarray(jax.jit(m.apply)(p, tokens, m.init_cache(1, 16))[0]) for m, p in ((model, params), (other, stacked))
-    )
-    same = bool(np.abs(one - two).max() < 0.05 * np.abs(one).max())
-    if not job.claim("a scan over layers gives the logits of the layers one by one, to bfloat16's rounding", same):
-        return
-    found = forward(job, other, stacked, (1, PLAIN), unrolled.bound)
     rows = [
         [name, 1e3 * each.seconds, each.over, each.compile_s]
         for name, each in {"one by one": unrolled, "a scan": found}.items()
@@ -185,35 +224,31 @@ def scan(job: Job, model: LanguageModel, params: Params, config: models.DecoderC
     job.record("scan over layers", clock=HOST, steady_s=found.seconds, check="agrees", values=values)
 
 
-def speculation(job: Job, config: models.DecoderConfig, params: Params, exact: Checked) -> None:
+def speculation(job: Job, own: Mapping[str, Params], exact: Checked) -> None:
     """Measured speed-up beside eq. 33.15 with measured costs, for every acceptance and draft length."""
-    args, small = job.args, _config(job, "draft")
+    args = job.args
     acceptances = args.acceptance or ACCEPTANCES
-    own = {"target": params, "draft": random_params(small, job.seed + 1)}
-    pair = ruled_pair({"target": config, "draft": small}, own, acceptances[0])
+    pair = ruled_pair({role: _config(job, role) for role in own}, own, acceptances[0])
     lengths = args.draft_length or DRAFT_LENGTHS
-    batches = [random_prompt(job, config.vocab_size, max(lengths))]
-    plain = Program(pair, 0, "chain", args.max_new_tokens, batches[0], SAMPLING)
+    batches = [random_prompt(job, pair.config.vocab_size, max(lengths))]
+    few = {"steps": 2, "repeats": 1} if job.smoke else {}
+    shape = round_costs.Shape(1, args.capacity, **few)
+    with job.console.status("compiling"):
+        loops = build_all(round_costs.part_loops(pair, lengths, SAMPLING, shape))
+        programs = build_all({length: _program(job, pair, length, batches[0], SAMPLING) for length in (0, *lengths)})
     found: dict[float, dict[int, Speedup]] = {acceptance: {} for acceptance in acceptances}
+    parts = round_costs.parts(loops)
     for length in job.track(lengths, "draft lengths"):
-        parts = _parts(job, pair, length)
-        fast = Program(pair, length, "chain", args.max_new_tokens, batches[0], SAMPLING)
+        fast = programs[length]
         for acceptance in acceptances:
             fast.constants = (pair.target_params, drafter_of(pair, acceptance))  # the same program
-            timings = time_decoding(Programs(plain, fast), batches, SAMPLING, job.seed, exact, args.repeats)
-            found[acceptance][length] = _compare(job, timings, parts, acceptance, length)
+            timings = time_decoding(Programs(programs[0], fast), batches, SAMPLING, job.seed, exact, args.repeats)
+            found[acceptance][length] = _compare(job, timings, parts[length], acceptance, length)
     _report(job, found)
 
 
-def _parts(job: Job, pair: Pair, length: int) -> costs.RoundCosts:
-    """c_t, c_d, c_v(D) and c_m, each timed as a loop of its own."""
-    shape = round_costs.Shape(1, job.args.capacity, **({"steps": 2, "repeats": 1} if job.smoke else {}))
-    return costs.RoundCosts(
-        target_step=round_costs.forward_seconds(pair.target, pair.target_params, PLAIN, shape),
-        draft_step=round_costs.draft_seconds(pair.drafter, length, shape),
-        verify=round_costs.forward_seconds(pair.target, pair.target_params, length + 1, shape),
-        overhead=round_costs.management_seconds(pair.target.vocab_size, pair.drafter, length, SAMPLING, shape),
-    )
+def _program(job: Job, pair: Pair, length: int, example: Prompts, sampling: SamplingParams) -> Any:
+    return functools.partial(Program, pair, length, "chain", job.args.max_new_tokens, example, sampling)
 
 
 class Speedup(NamedTuple):
@@ -269,3 +304,48 @@ def _report(job: Job, found: dict[float, dict[int, Speedup]]) -> None:
             axes.plot(list(by_length), measured, "o", color=line.get_color(), label=f"acceptance {acceptance}")
         axes.set(xlabel="draft length D", ylabel="speed-up over plain decoding")
         axes.legend()
+
+
+def against_hugging_face(job: Job, own: Mapping[str, Params], exact: Checked) -> None:
+    """Hugging Face's generate on the same weights: greedy, plain and with the same draft.
+
+    Random models agree on next to nothing, so that speculation loses in both: what is compared is the time of a round.
+    """
+    absent = hugging_face.missing()
+    if absent is not None:
+        job.say(absent)
+        return
+    length, configs = (2 if job.smoke else 4), {role: _config(job, role) for role in own}
+    language = {role: models.as_language_model(config, jnp.bfloat16) for role, config in configs.items()}
+    drafter = ModelDrafter(language["draft"], own["draft"])
+    pair = Pair(configs["target"], language["target"], own["target"], drafter, no_words(), jnp.bfloat16)
+    batches = [random_prompt(job, configs["target"].vocab_size, length)]
+    programs = build_all({drafts: _program(job, pair, drafts, batches[0], GREEDY) for drafts in (0, length)})
+    timings = time_decoding(Programs(programs[0], programs[length]), batches, GREEDY, job.seed, exact, job.args.repeats)
+    times = {"plain": timings.plain.tpot_s, "speculative": timings.speculative.tpot_s}
+    ours = {way: seconds for way, seconds in times.items() if seconds is not None}
+    prompt = batches[0].tokens
+    judged = jnp.asarray(prompt[:, :JUDGED])
+    model = language["target"]
+    wanted, _ = jax.jit(model.apply)(own["target"], judged, model.init_cache(1, judged.shape[1]))
+    weights = {role: (configs[role].to_hf("bfloat16"), stored_tensors(configs[role], own[role])) for role in own}
+    rows = hugging_face.compare(
+        ours,
+        *weights["target"],
+        prompt,
+        job.args.max_new_tokens,
+        wanted=np.asarray(wanted),
+        draft=weights["draft"],
+        draft_length=length,
+        repeats=job.args.repeats,
+        say=job.say,
+    )
+    if not rows:
+        return
+    columns = ["way", "ms a token", "tokens a second", *(f"ours, {way}, over it" for way in ours)]
+    title = f"Hugging Face's generate, B = 1, greedy, D = {length}; ours take"
+    title += ", ".join(f" {1e3 * seconds:.2f} ms a token {way}" for way, seconds in ours.items())
+    job.table("hugging_face", title, columns, rows)
+    for way, milliseconds, _, *ratios in rows:
+        values = dict(zip((f"{name}_over_it" for name in ours), ratios, strict=True))
+        job.record(f"Hugging Face, {way}", clock=HOST, steady_s=milliseconds / 1e3, check="agrees", values=values)

@@ -204,7 +204,8 @@ def compare(
       values, tensors: `config.to_hf("bfloat16")` and `stored_tensors(config, params)` of the target.
       prompt: [B, P] int32.
       new_tokens: n.
-      wanted: [B, P, V] our logits over the prompt; they have to agree before a ratio is stated.
+      wanted: our logits over the prompt or its beginning, [B, at most P, V]; they have to agree before a ratio is
+        stated.
       tolerance: of the largest logit's magnitude, for 16 bits.
       draft: values and tensors of a draft model, for assisted generation.
       draft_length: D.
@@ -225,7 +226,8 @@ def compare(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = load(values, tensors, device, "sdpa")
     if wanted is not None:
-        apart = float(np.abs(logits(model, prompt) - wanted).max() / np.abs(wanted).max())
+        theirs = logits(model, prompt[:, : wanted.shape[1]])
+        apart = float(np.abs(theirs - wanted).max() / np.abs(wanted).max())
         say(
             f"Hugging Face's logits over the prompt differ from ours by {apart:.2g} of the largest, {tolerance} allowed"
         )

@@ -2,8 +2,10 @@
 
 import argparse
 import dataclasses
+import functools
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ import numpy as np
 
 from experiments import round_costs
 from experiments.bandwidth_bound import read_rate, step_bytes
+from experiments.compilation import build_all
 from experiments.harness import Job
 from experiments.host_memory import AnonymousPeak
-from experiments.programs import Prompts, Timings, compile_programs, time_decoding
+from experiments.pairs import Pair
+from experiments.programs import Program, Programs, Prompts, Timings, time_decoding
 from experiments.ruled_models import SAMPLING, SMOKE, accepted_as_set, drafter_of, random_params, ruled_pair
 from flashspec import costs, models
 from flashspec.checks import at_least, fail
@@ -25,7 +29,7 @@ from flashspec.models.parameter_layout import slots
 
 QUESTION = "Does a large checkpoint load fast, and decode as fast as its bytes and eq. 33.15 allow?"
 NEEDS = "a GPU with 60 GB of memory, and 20 GB of disk or memory for --folder"
-TIME = "8 minutes on an H200"
+TIME = "5 minutes on an H200"
 
 LOAD_BAR, PLAIN_BAR, VERIFY_BARS, SPEEDUP_BAR = 2e9, 1.18, {4: 1.05, 8: 1.08}, 0.05
 HOST_ALLOWANCE = 1_000_000_000
@@ -111,19 +115,16 @@ def decode(job: Job, configs: dict[str, models.DecoderConfig], loaded: dict[str,
     exact = checked("five tokens verified together are as one by one", lambda: agree(target, loaded["target"]))
     if not job.claim(exact.what, exact.passed):
         return
-    shape = round_costs.Shape(1, args.capacity, **({"steps": 2, "repeats": 1} if job.smoke else {}))
-    step, verify = step_costs(job, target, loaded["target"], configs["target"], shape)
     acceptances = args.acceptance or [0.6, 0.8, 0.95]
     pair = ruled_pair(configs, loaded, acceptances[0])
-    parts = costs.RoundCosts(
-        target_step=step,
-        draft_step=round_costs.draft_seconds(pair.drafter, args.draft_length, shape),
-        verify=verify,
-        overhead=round_costs.management_seconds(vocab_size, pair.drafter, args.draft_length, SAMPLING, shape),
-    )
+    lengths = [args.draft_length] if job.smoke else sorted({*VERIFY_BARS, args.draft_length})
+    shape = round_costs.Shape(1, args.capacity, **({"steps": 2, "repeats": 1} if job.smoke else {}))
     batches = [random_prompt(job, vocab_size, args.draft_length)]
-    with job.console.status("compiling plain and speculative decoding"):
-        programs = compile_programs(pair, batches, SAMPLING, args.draft_length, "chain", args.max_new_tokens)
+    with job.console.status("compiling"):
+        loops = build_all(round_costs.part_loops(pair, lengths, SAMPLING, shape))
+        programs = Programs(**build_all(program_builders(job, pair, batches[0])))
+    parts = round_costs.parts(loops)[args.draft_length]
+    report_steps(job, parts, configs["target"], shape)
     rows = []
     for acceptance in acceptances:
         programs.speculative.constants = (pair.target_params, drafter_of(pair, acceptance))  # the same program
@@ -149,13 +150,17 @@ def agree(model: LanguageModel, params: Params) -> bool:
     return bool(np.abs(one - other).max() < 0.1 * np.abs(other).max())
 
 
-def step_costs(
-    job: Job, model: LanguageModel, params: Params, config: models.DecoderConfig, shape: round_costs.Shape
-) -> tuple[float, dict[int, float]]:
-    """c_t and c_v(D), with what they are held to."""
-    step = round_costs.forward_seconds(model, params, 1, shape)
-    drafts = [job.args.draft_length] if job.smoke else sorted({*VERIFY_BARS, job.args.draft_length})
-    verify = {length: round_costs.forward_seconds(model, params, length + 1, shape) for length in drafts}
+def program_builders(job: Job, pair: Pair, example: Prompts) -> dict[str, Callable[[], Program]]:
+    """What compiles plain and speculative decoding."""
+    facts = ("chain", job.args.max_new_tokens, example, SAMPLING)
+    lengths = {"plain": 0, "speculative": job.args.draft_length}
+    return {way: functools.partial(Program, pair, length, *facts) for way, length in lengths.items()}
+
+
+def report_steps(job: Job, parts: costs.RoundCosts, config: models.DecoderConfig, shape: round_costs.Shape) -> None:
+    """Forwards over one token and several, with what they are held to."""
+    step, verify = float(parts.target_step), parts.verify
+    assert isinstance(verify, Mapping)
     rate = read_rate(job.smoke)
     bound = step_bytes(config, shape.batch, shape.capacity // 2) / rate
     rows = [["1 token", 1e3 * step, step / bound, None]]
@@ -169,7 +174,6 @@ def step_costs(
         for length, bar in VERIFY_BARS.items():
             over = verify[length] / step
             job.claim(f"verifying {length + 1} tokens costs {over:.3f} of one, {bar} allowed", over <= bar)
-    return step, verify
 
 
 def random_prompt(job: Job, vocab_size: int, draft_length: int) -> Prompts:

@@ -186,12 +186,10 @@ class Server:
     def __init__(self, pair: Pair, sizes: Sizes, seed: int) -> None:
         self.pair, self.sizes, self.key = pair, sizes, jax.random.key(seed)
         self.constants = (pair.target_params, pair.drafter if sizes.draft_length else None)
-        start = time.perf_counter()
         self._empty = self._vacant()
         operands = (self.constants, *self._empty)
         self._admit = jax.jit(self._enter, donate_argnums=2).lower(*operands, self._group([])).compile()
         self._round = jax.jit(self._advance, donate_argnums=2).lower(*operands, np.int32(1)).compile()
-        self.compile_s = time.perf_counter() - start
 
     def serve(self, requests: Sequence[Request]) -> Trace:
         """Serve requests until the last one has its tokens.

@@ -2,12 +2,16 @@
 
 import dataclasses
 import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from experiments.pairs import Pair
+from flashspec.costs import RoundCosts
 from flashspec.language_model import Cache, LanguageModel, Params
 from flashspec.measure import HOST, Call, compile_call, time_call
 from flashspec.sampling import SamplingParams
@@ -55,8 +59,27 @@ class Costs:
         return (self.round - (draft_length + 1) * self.draft_step - self.verify) / self.round
 
 
-def forward_seconds(model: LanguageModel, params: Params, width: int, shape: Shape, forwards: int = 1) -> float:
-    """Seconds of one forward over `width` tokens, against a cache that is half full.
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A compiled loop over one part of a round.
+
+    Attributes:
+      call: runs it.
+      count: how often the part runs in one call.
+      repeats: timed calls; the median counts.
+    """
+
+    call: Call
+    count: int
+    repeats: int
+
+    def seconds(self) -> float:
+        """Seconds of the part."""
+        return time_call(self.call, repeats=self.repeats, clock=HOST).steady_s / self.count
+
+
+def forward_loop(model: LanguageModel, params: Params, width: int, shape: Shape, forwards: int = 1) -> Loop:
+    """Forwards over `width` tokens, against a cache that is half full.
 
     Args:
       model: timed.
@@ -66,7 +89,7 @@ def forward_seconds(model: LanguageModel, params: Params, width: int, shape: Sha
       forwards: in one iteration of the loop, so that a short forward does not carry the loop's own time.
 
     Returns:
-      Seconds.
+      The loop.
     """
 
     def loop(params: Params, cache: Cache, tokens: Array) -> tuple[Array, Cache]:
@@ -86,7 +109,13 @@ def forward_seconds(model: LanguageModel, params: Params, width: int, shape: Sha
         return lax.fori_loop(0, shape.steps, iteration, (tokens, cache))
 
     tokens = jnp.ones((shape.batch, width), jnp.int32)
-    return seconds_of(compile_call(loop, params, half_full(model, shape), tokens), shape) / forwards
+    call = compile_call(loop, params, half_full(model, shape), tokens)
+    return Loop(call, shape.steps * forwards, shape.repeats)
+
+
+def forward_seconds(model: LanguageModel, params: Params, width: int, shape: Shape) -> float:
+    """Seconds of one forward of `forward_loop`."""
+    return forward_loop(model, params, width, shape).seconds()
 
 
 def half_full(model: LanguageModel, shape: Shape) -> Cache:
@@ -95,14 +124,9 @@ def half_full(model: LanguageModel, shape: Shape) -> Cache:
     return dataclasses.replace(cache, length=jnp.full(shape.batch, shape.capacity // 2, jnp.int32))
 
 
-def seconds_of(call: Call, shape: Shape) -> float:
-    """Seconds of one iteration of a loop of `shape.steps`."""
-    return time_call(call, repeats=shape.repeats, clock=HOST).steady_s / shape.steps
-
-
 def round_loop(
     target: LanguageModel, params: Params, drafter: Any, draft_length: int, sampling: SamplingParams, shape: Shape
-) -> Call:
+) -> Loop:
     """Rounds inside generation's own loop, from a one-token prompt on."""
     budget = max(shape.capacity - draft_length - 1, shape.steps * (draft_length + 1))
     state = init_state(
@@ -116,7 +140,8 @@ def round_loop(
         sampling=sampling,
         max_new_tokens=budget,
     )
-    return compile_call(lambda state: run(state, max_rounds=shape.steps).totals, state)
+    call = compile_call(lambda state: run(state, max_rounds=shape.steps).totals, state)
+    return Loop(call, shape.steps, shape.repeats)
 
 
 def count_branches(program: str) -> int:
@@ -134,24 +159,62 @@ def free_model(vocab_size: int) -> LanguageModel:
     return LanguageModel(apply, lambda batch, capacity: {"length": jnp.zeros(batch, jnp.int32)}, vocab_size)
 
 
+def draft_loop(drafter: ModelDrafter, draft_length: int, shape: Shape) -> Loop:
+    """Forwards of the draft model, a round's D + 1 in each iteration."""
+    return forward_loop(drafter.model, drafter.params, 1, shape, forwards=draft_length + 1)
+
+
 def draft_seconds(drafter: Any, draft_length: int, shape: Shape) -> float:
     """Seconds of one of a round's D + 1 forwards of the draft model; 0 for a drafter without a model."""
-    if not isinstance(drafter, ModelDrafter):
-        return 0.0
-    return forward_seconds(drafter.model, drafter.params, 1, shape, forwards=draft_length + 1)
+    return draft_loop(drafter, draft_length, shape).seconds() if isinstance(drafter, ModelDrafter) else 0.0
 
 
-def management_seconds(
-    vocab_size: int, drafter: Any, draft_length: int, sampling: SamplingParams, shape: Shape
-) -> float:
-    """Seconds of a round of free models: c_m, measured without subtracting anything.
+def management_loop(vocab_size: int, drafter: Any, draft_length: int, sampling: SamplingParams, shape: Shape) -> Loop:
+    """Rounds of free models: c_m, measured without subtracting anything.
 
     A drafter without a model stays what it is: its lookup is part of c_m.
     """
     rows = jax.random.normal(jax.random.key(1), (2, vocab_size), jnp.float32)
     model = free_model(vocab_size)
     free = ModelDrafter(model, rows[1]) if isinstance(drafter, ModelDrafter) else drafter
-    return seconds_of(round_loop(model, rows[0], free, draft_length, sampling, shape), shape)
+    return round_loop(model, rows[0], free, draft_length, sampling, shape)
+
+
+def management_seconds(
+    vocab_size: int, drafter: Any, draft_length: int, sampling: SamplingParams, shape: Shape
+) -> float:
+    """Seconds of a round of `management_loop`."""
+    return management_loop(vocab_size, drafter, draft_length, sampling, shape).seconds()
+
+
+def part_loops(
+    pair: Pair, lengths: Iterable[int], sampling: SamplingParams, shape: Shape
+) -> dict[tuple[str, int], Callable[[], Loop]]:
+    """What compiles the parts of a round of a pair with a draft model, by the part and D; plain decoding's has D = 0.
+
+    Args:
+      pair: whose drafter is a model.
+      lengths: of drafts, D.
+      sampling: of the target and the draft.
+      shape: sizes and repeats.
+    """
+    target, vocab_size = (pair.target, pair.target_params), pair.target.vocab_size
+    made: dict[tuple[str, int], Callable[[], Loop]] = {("forward", 0): partial(forward_loop, *target, 1, shape)}
+    for length in lengths:
+        made["forward", length] = partial(forward_loop, *target, length + 1, shape)
+        made["draft", length] = partial(draft_loop, pair.drafter, length, shape)
+        made["management", length] = partial(management_loop, vocab_size, pair.drafter, length, sampling, shape)
+    return made
+
+
+def parts(loops: Mapping[tuple[str, int], Loop]) -> dict[int, RoundCosts]:
+    """c_t, c_d, c_v(D) and c_m of the loops of `part_loops`, by D."""
+    seconds = {name: loop.seconds() for name, loop in loops.items()}
+    verify = {length: value for (part, length), value in seconds.items() if part == "forward" and length}
+    return {
+        length: RoundCosts(seconds["forward", 0], seconds["draft", length], verify, seconds["management", length])
+        for length in verify
+    }
 
 
 def measure_costs(
@@ -163,6 +226,6 @@ def measure_costs(
         draft_step=draft_seconds(drafter, draft_length, shape),
         verify=forward_seconds(target, params, draft_length + 1, shape),
         management=management_seconds(target.vocab_size, drafter, draft_length, sampling, shape),
-        round=seconds_of(rounds, shape),
-        predicate_reads=count_branches(rounds.executable.as_text() or "") + 1,
+        round=rounds.seconds(),
+        predicate_reads=count_branches(rounds.call.executable.as_text() or "") + 1,
     )

@@ -2,7 +2,8 @@
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import load_workloads
+from experiments.compilation import build_all
 from experiments.greedy_check import ROUNDING, check_greedy
 from experiments.harness import Job
 from experiments.load_workloads import Workload
@@ -64,9 +66,12 @@ def run(job: Job) -> None:
     workload = load_workload(job)
     wide = workload.pair.dtype == jnp.float32 or args.large
     judge = workload.pair if wide else load_workload(job, jnp.float32).pair
+    batches = sorted(set(args.batch or default_batches(args.large)))
+    with job.console.status(f"compiling, for {', '.join(map(str, batches))} slots"):
+        servers = build_all({(batch, way): server(job, workload, batch, way) for batch in batches for way in WAYS})
     found = {}
-    for batch in sorted(set(args.batch or default_batches(args.large))):
-        ways = make_servers(job, workload, batch)
+    for batch in batches:
+        ways = {way: servers[batch, way] for way in WAYS}
         check = check_tokens(job, workload, ways, judge)
         if not job.claim(check.what, check.passed):
             return
@@ -104,17 +109,13 @@ def load_workload(job: Job, dtype: Any = None) -> Workload:
     return load_workloads.bundled(dtype or (jnp.float32 if on_cpu else jnp.bfloat16), *lengths)
 
 
-def make_servers(job: Job, workload: Workload, slots: int) -> dict[str, Server]:
-    """Both ways of decoding with so many slots, compiled."""
+def server(job: Job, workload: Workload, slots: int, way: str) -> Callable[[], Server]:
+    """What compiles one way of decoding with so many slots."""
     # A CPU pays for every row of a prefill that stays empty; a GPU hardly notices.
     group = 1 if jax.default_backend() == "cpu" else min(slots, 8)
-    made = {}
-    for way in WAYS:
-        drafts = job.args.draft_length if way == SPECULATIVE else 0
-        sizes = Sizes(slots, workload.longest, workload.new_tokens, drafts, group, workload.filtered)
-        with job.console.status(f"compiling {way} decoding in {slots} slots"):
-            made[way] = Server(workload.pair, sizes, job.seed)
-    return made
+    drafts = job.args.draft_length if way == SPECULATIVE else 0
+    sizes = Sizes(slots, workload.longest, workload.new_tokens, drafts, group, workload.filtered)
+    return functools.partial(Server, workload.pair, sizes, job.seed)
 
 
 def check_tokens(job: Job, workload: Workload, servers: Mapping[str, Server], judge: Pair) -> Checked:
@@ -195,7 +196,6 @@ def measure(job: Job, workload: Workload, servers: Mapping[str, Server], check: 
             way,
             settings={"batch": batch, "draft_length": servers[way].sizes.draft_length, "requests": count, "rate": rate},
             clock=HOST,
-            compile_s=servers[way].compile_s,
             queueing_s=one.wait_s[0],
             check=check.what,
             values=values | {"wait_p95_s": one.wait_s[1]},

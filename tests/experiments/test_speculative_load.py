@@ -130,7 +130,8 @@ def test_the_check_rejects_a_slot_that_keeps_its_cache(tmp_path: Path, monkeypat
     tiny = load_workloads.tiny(0, 12, 6)
 
     def judged() -> bool:
-        return speculative_load.check_tokens(job, tiny, speculative_load.make_servers(job, tiny, 2), tiny.pair).passed
+        servers = {way: speculative_load.server(job, tiny, 2, way)() for way in speculative_load.WAYS}
+        return speculative_load.check_tokens(job, tiny, servers, tiny.pair).passed
 
     assert judged()
     wrong = mutant(slots, ('_CACHES = ("target_cache", "draft_cache")', '_CACHES = ("draft_cache",)'))
