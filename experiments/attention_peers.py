@@ -66,10 +66,13 @@ def attention_mgpu(query: jax.Array, key: jax.Array, value: jax.Array, case: Cas
     return kernel.attention(scaled, key, value, config)
 
 
-def triton(query: jax.Array, key: jax.Array, value: jax.Array, case: Case, blocks: int = 32) -> jax.Array:
+def triton(
+    query: jax.Array, key: jax.Array, value: jax.Array, case: Case, keys: int | None = None, blocks: int = 32
+) -> jax.Array:
     """jax's own Pallas Triton kernel, which knows one head size and as many key/value heads as query heads.
 
-    Its backward has blocks of 32 by its own defaults (`BlockSizes.get_default`).
+    The forward takes `keys` at once. `blocks` are the backward's; by its own defaults (`BlockSizes.get_default`) jax's
+    kernel takes 128 keys and blocks of 32.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is deprecated
@@ -78,7 +81,7 @@ def triton(query: jax.Array, key: jax.Array, value: jax.Array, case: Case, block
     key, value = (jnp.repeat(x, case.N // case.K, axis=2) for x in (key, value))
     ids = jnp.asarray(case.segment_ids) if case.documents else None
     backward = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), blocks)
-    sizes = BlockSizes(128 if case.H <= 128 else 64, 128 if case.H <= 64 else 64, **backward)
+    sizes = BlockSizes(128 if case.H <= 128 else 64, keys or (128 if case.H <= 64 else 64), **backward)
     return mha(query, key, value, ids, case.H**-0.5, case.is_causal, sizes)
 
 
@@ -90,7 +93,7 @@ class Peer(NamedTuple):
     takes: Callable[[Case], Any]
 
 
-TRITON, TRITON_64 = "jax Triton", "jax Triton, blocks of 64"
+TRITON = "jax Triton"
 PEERS: dict[str, Peer] = {
     "cuDNN": Peer(cudnn, "jax", lambda case: not case.documents),
     "FlashAttention-3": Peer(flash_attention_3, "flash_attn3_jax", lambda case: case.H == 128),
@@ -98,12 +101,15 @@ PEERS: dict[str, Peer] = {
     "attention_mgpu": Peer(attention_mgpu, "jax", lambda case: not case.window and not case.documents),
     TRITON: Peer(triton, "jax", lambda case: not case.window),
 }
-# Those that run wherever the portable kernels do. The blocks of the backward change nothing in the forward.
+# Those that run wherever the portable kernels do.
 PORTABLE = {
-    "forward": {TRITON: PEERS[TRITON]},
+    "forward": {
+        f"jax Triton, {keys} keys": PEERS[TRITON]._replace(attend=functools.partial(triton, keys=keys))
+        for keys in (64, 128)
+    },
     "training": {
         TRITON: PEERS[TRITON],
-        TRITON_64: PEERS[TRITON]._replace(attend=functools.partial(triton, blocks=64)),
+        "jax Triton, blocks of 64": PEERS[TRITON]._replace(attend=functools.partial(triton, blocks=64)),
     },
 }
 
