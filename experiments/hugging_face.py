@@ -80,9 +80,11 @@ def _torch(array: np.ndarray) -> Any:
     import torch
 
     array = np.ascontiguousarray(array)
+    if not array.flags.writeable:
+        array = array.copy()
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.uint16).view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    return torch.from_numpy(array)
 
 
 def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
