@@ -113,16 +113,10 @@ def run(request: EpilogueRequest, operands: EpilogueOperands, implementation: Im
     """Run a call on the implementation selected for the platform that it will be lowered for."""
 
     def select_for(target: Target) -> str:
-        there = dataclasses.replace(
-            request,
-            platform=target.platform,
-            compute_capability=target.compute_capability,
-            device_kind=target.kind or None,
-        )
-        return select(there, implementation).name
+        return select(request.on(target), implementation).name
 
     here = Target(request.device_kind or "", request.platform, request.compute_capability)
-    return run_where_lowered(operands, here, select_for, functools.partial(_execute, request))
+    return run_where_lowered(operands, here, select_for, functools.partial(execute, request))
 
 
 def scope(name: str) -> str:
@@ -131,7 +125,8 @@ def scope(name: str) -> str:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _execute(request: EpilogueRequest, name: str, operands: EpilogueOperands) -> jax.Array:
+def execute(request: EpilogueRequest, name: str, operands: EpilogueOperands) -> jax.Array:
+    """A call on the implementation of this name, which has to support it."""
     compute = _differentiable(request, BACKENDS[name])
 
     def call(operands: EpilogueOperands) -> jax.Array:

@@ -12,7 +12,7 @@ import numpy as np
 
 from flashspec import checks
 from flashspec.checks import fail
-from flashspec.selection import Placement, split_axes
+from flashspec.selection import Placement, Target, split_axes
 
 type Activation = str | Callable[[jax.Array], jax.Array] | None
 
@@ -79,6 +79,15 @@ class EpilogueRequest:
     def products(self) -> int:
         """Matrix products: two with a gate."""
         return 2 if "gate" in self.options else 1
+
+    def on(self, target: Target) -> "EpilogueRequest":
+        """The same call on another device."""
+        return dataclasses.replace(
+            self,
+            platform=target.platform,
+            compute_capability=target.compute_capability,
+            device_kind=target.kind or None,
+        )
 
     def activate(self, z: jax.Array) -> jax.Array:
         """phi(z)."""

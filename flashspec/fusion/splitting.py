@@ -95,9 +95,12 @@ def _partitioned(
 
     def partition(mesh: Mesh, arguments: Sequence[Any], result: Any) -> Any:
         del result
-        over = dict(zip(("rows", "inputs"), _spec(arguments[0]), strict=True))
-        taken = {name for axis in over.values() for name in axis_names(axis)}
-        over["outputs"] = tuple(name for name in axis_names(_spec(arguments[1])[-1]) if name not in taken) or None
+        (rows, inputs), (w_inputs, *_, outputs) = _spec(arguments[0]), _spec(arguments[1])
+        taken, over = set(axis_names(rows)), {"rows": rows}
+        # Parts of w stay where they are: x, which costs less, is brought to them.
+        for side, axis in (("inputs", inputs or w_inputs), ("outputs", outputs)):
+            over[side] = tuple(name for name in axis_names(axis) if name not in taken) or None
+            taken |= set(axis_names(over[side]))
 
         def sharding(sides: str) -> NamedSharding:
             return NamedSharding(mesh, PartitionSpec(*(over.get(side) for side in sides.split())))

@@ -4,7 +4,7 @@ from flashspec.models.checkpoint import Checkpoint, load, place, save
 from flashspec.models.config import DecoderConfig
 from flashspec.models.decoder import Decoder, merge
 from flashspec.models.families import FAMILIES
-from flashspec.models.language_model import as_language_model, shallow
+from flashspec.models.language_model import as_language_model, plan_mlp, shallow
 from flashspec.models.partition import decoder_mesh
 from flashspec.models.presets import PRESETS
 from flashspec.models.rotary import RopeScaling
@@ -23,6 +23,7 @@ __all__ = [
     "load",
     "merge",
     "place",
+    "plan_mlp",
     "save",
     "shallow",
 ]

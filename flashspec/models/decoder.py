@@ -23,7 +23,7 @@ from flax import nnx
 
 from flashspec.cache import append, view
 from flashspec.checks import shape
-from flashspec.fusion import matmul_epilogue
+from flashspec.fusion import gated_product
 from flashspec.language_model import Params
 from flashspec.models.config import DecoderConfig
 from flashspec.models.rotary import frequencies, rotary_angles, rotate
@@ -120,13 +120,14 @@ class Block(nnx.Module):
 
     def mlp(self, x: Array) -> Array:
         """The gated MLP of normalised x [B,T,hidden]."""
-        activation, weights = self.config.traits.activation, self.gate_up[...]
-        if self.gated_product is not None:
-            gated = matmul_epilogue(x, weights, activation=FUSED[activation], implementation=self.gated_product)
-        else:
-            gate_up = _matmul(x, weights, self.precision)  # [B,T,2,F]; a flat kernel would not stay split over F
-            gated = ACTIVATIONS[activation](gate_up[..., 0, :]) * gate_up[..., 1, :]
-        return _matmul(gated, self.down[...], self.precision)
+        name = FUSED[self.config.traits.activation]
+        options: dict[str, Any] = {"unfused": self._gated, "implementation": self.gated_product}
+        return _matmul(gated_product(x, self.gate_up[...], activation=name, **options), self.down[...], self.precision)
+
+    def _gated(self, x: Array, weights: Array) -> Array:
+        """The gate and what it gates by one product, whose result is rounded."""
+        gate_up = _matmul(x, weights, self.precision)  # [B,T,2,F]; a flat kernel would not stay split over F
+        return ACTIVATIONS[self.config.traits.activation](gate_up[..., 0, :]) * gate_up[..., 1, :]
 
     def __call__(
         self, x: Array, cos: Array, sin: Array, attend: Callable[..., Array], drop: Callable[[Array], Array]
@@ -148,8 +149,9 @@ class Decoder(nnx.Module):
       dtype: of parameters, activations and keys; norms, rotations and logits are float32 at least.
       precision: of matrix products, as `jnp.matmul` takes it; None is "highest" for float32 and float64, and the
         backend's default for 16-bit floats.
-      gated_product: an implementation of `flashspec.fusion.matmul_epilogue` for the MLP's gate and what it gates, such
-        as "hopper"; None for a product whose result is rounded, and activated by what XLA makes of it.
+      gated_product: who computes the MLP's gate and what it gates, as `flashspec.fusion.gated_product` says: "unfused"
+        for a product whose result is rounded and then activated, an implementation of `matmul_epilogue`, such as
+        "hopper", or None for the one of the two that was measured to be faster.
     """
 
     def __init__(

@@ -13,10 +13,13 @@ from jax.sharding import Mesh
 from flashspec.attention.decode import cached_attention
 from flashspec.cache import Cache, dense_cache, paged_cache, window_cache
 from flashspec.checks import at_least, fail, one_of
+from flashspec.fusion import GatedProductPlan, plan_gated_product
 from flashspec.fusion.decode_block import IMPLEMENTATIONS
+from flashspec.fusion.gated import IMPLEMENTATIONS as GATED_PRODUCTS
+from flashspec.fusion.gated import UNFUSED
 from flashspec.language_model import LanguageModel, Params
 from flashspec.models.config import DecoderConfig
-from flashspec.models.decoder import Decoder, merge
+from flashspec.models.decoder import FUSED, Decoder, merge
 from flashspec.models.fused_step import MAX_ROWS, fused_step
 from flashspec.models.fused_step import refusals as fused_refusals
 from flashspec.models.partition import (
@@ -33,6 +36,7 @@ from pallas_kernels.launch import round_up
 
 CACHES = ("dense", "window", "paged")
 PREFILL_CHUNK = 512
+ON_A_MESH = "the model lies on a mesh, where XLA multiplies parts of the weights where they lie"
 SLOT_MULTIPLE = 8  # of dense and window caches: what kernels read without a copy
 
 
@@ -143,8 +147,8 @@ def as_language_model(
       page_size: positions in a page of a paged cache; each row gets pages for its whole capacity.
       attention: called as `Decoder.step` says; `cached_attention` has its arguments.
       precision: of matrix products; None is "highest" for float32 and float64.
-      gated_product: what computes the MLP's gate and what it gates as one operation, as `Decoder` says; with a mesh it
-        is XLA as ever.
+      gated_product: who computes the MLP's gate and what it gates, as `Decoder` says; `plan_mlp` says which. None for
+        the fastest by measurement; with a mesh it is XLA always, which multiplies the parts where they lie.
       mesh: devices with the axes "data" and "model" (`decoder_mesh`) over which rows and heads are split; pass
         parameters that lie on it (`load(mesh=)` or `place`).
       decode_block: "hopper" for one kernel between every two attentions in forwards of up to 16 tokens, all rows
@@ -157,10 +161,11 @@ def as_language_model(
 
     Raises:
       ValueError: an unknown cache, or a window cache for a model in which some layer attends to its whole prefix, which
-        would change its results; a mesh that does not divide the model; an unknown implementation.
+        would change its results; a mesh that does not divide the model; an unknown implementation of either kind.
       NotImplementedError: `decode_block` for a mesh, a precision, or a family for which there is no such operation.
     """
     one_of("cache", cache, CACHES)
+    one_of("gated_product", gated_product, (None, *GATED_PRODUCTS))
     if cache == "window" and config.window is None:
         raise fail("cache", "'dense' or 'paged' for a model with layers that attend to the whole prefix", repr(cache))
     at_least("draft_length", draft_length, 0)
@@ -169,7 +174,8 @@ def as_language_model(
         mesh = check_mesh(config, mesh)
     if decode_block is not None:
         _check_fused(config, mesh, precision, decode_block)
-    choices = draft_length, page_size, attention, precision, gated_product if mesh is None else None, mesh, decode_block
+    product = gated_product if mesh is None else UNFUSED
+    choices = draft_length, page_size, attention, precision, product, mesh, decode_block
     own = _Functions(config, jnp.dtype(dtype), cache, *choices)
     return LanguageModel(own.apply, own.init_cache, config.vocab_size, own.prefill)
 
@@ -184,6 +190,38 @@ def _check_fused(
     reasons += () if precision is None else (f"it has one precision of products, not {precision!r}",)
     if reasons:
         raise NotImplementedError("no fused step:\n" + "\n".join(f"  {reason}" for reason in reasons))
+
+
+def plan_mlp(
+    config: DecoderConfig,
+    rows: int,
+    dtype: Any = jnp.float32,
+    *,
+    gated_product: str | None = None,
+    mesh: Mesh | None = None,
+    device: jax.Device | str | None = None,
+) -> GatedProductPlan:
+    """Who computes the gate of the MLP and what it gates in a forward of a model, and why; computes nothing.
+
+    A forward of up to 16 rows through `decode_block` has the MLP in that kernel.
+
+    Args:
+      config, dtype, gated_product, mesh: as in `as_language_model`.
+      rows: B times T, of one forward.
+      device: a device or the kind of one, such as "NVIDIA H200"; the default one by default.
+
+    Returns:
+      The plan; `print` shows it as lines.
+
+    Raises:
+      ValueError: as `as_language_model`, or rows below 1.
+      NotImplementedError: `gated_product` cannot run it.
+    """
+    x = jax.ShapeDtypeStruct((at_least("rows", rows, 1), config.hidden_size), dtype)
+    w = jax.ShapeDtypeStruct((config.hidden_size, 2, config.intermediate_size), dtype)
+    product = gated_product if mesh is None else UNFUSED
+    plan = plan_gated_product(x, w, activation=FUSED[config.traits.activation], implementation=product, device=device)
+    return plan if mesh is None else dataclasses.replace(plan, reasons=(ON_A_MESH,))
 
 
 def shallow(config: DecoderConfig, params: Params, layers: int) -> tuple[DecoderConfig, Params]:

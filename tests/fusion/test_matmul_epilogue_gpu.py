@@ -7,7 +7,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from flashspec.fusion import matmul_epilogue, plan_matmul_epilogue
+from flashspec.fusion import gated_product, matmul_epilogue, plan_gated_product, plan_matmul_epilogue
 from pallas_kernels.gpu.hopper.matmul_epilogue_activations import ACTIVATIONS
 from tests.pallas_kernels.hopper.test_matmul_epilogue import Z, assert_within_the_bound
 
@@ -128,3 +128,21 @@ def test_a_gate_beside_what_it_gates_is_read_where_it_lies(rows):
     together = call.lower(x=given["x"], w=pair).compile()
     np.testing.assert_array_equal(together(x=given["x"], w=pair), call(**given))
     assert together.memory_analysis().temp_size_in_bytes < pair.nbytes // 4
+
+
+@pytest.mark.skipif("not hopper()")
+@pytest.mark.parametrize(("rows", "name"), [(8, "unfused"), (16, "hopper"), (256, "hopper")])
+def test_a_gated_product_is_computed_by_whom_its_plan_names(rows, name):
+    """Equal to the product that is rounded before its activation, to two roundings of it."""
+
+    def unfused(x, w):
+        both = jnp.tensordot(x, w, 1)
+        return jax.nn.silu(both[:, 0]) * both[:, 1]
+
+    made = operands(rows, 4096, 14336)
+    x, pair = made["x"], jnp.stack([made["gate"][0], made["w"]], axis=1)
+    assert plan_gated_product(x, pair, activation="silu").forward == name
+    call = jax.jit(lambda x, w: gated_product(x, w, activation="silu", unfused=unfused)).lower(x, pair).compile()
+    assert ("flashspec.fusion.hopper" in call.as_text()) == (name == "hopper")
+    got, want = (np.asarray(f(x, pair), np.float32) for f in (call, jax.jit(unfused)))
+    assert np.all(np.abs(got - want) <= 2**-6 * np.maximum(np.abs(want), 2**-4))

@@ -1,6 +1,8 @@
 """The full forward against numpy, for every family, and against what it must not be."""
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,9 @@ from flax import nnx
 
 from flashspec import models
 from flashspec.attention import dot_product_attention
+from flashspec.fusion.backends import BACKENDS
+from pallas_kernels.gpu.hopper import matmul_epilogue_config
+from tests.fusion import test_hopper
 from tests.models import examples, oracle
 from tests.models.examples import CONFIGS, assert_close, example, rows, stored
 
@@ -99,3 +104,29 @@ def test_the_gated_product_as_one_operation(name: str) -> None:
     )
     with pytest.raises(AssertionError):
         assert_close(logits(swapped), full(name))
+
+
+def test_the_gated_product_is_chosen_by_what_the_program_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU nothing changes; where a kernel is known to be faster it is there, in forwards with rows enough."""
+    config = models.DecoderConfig("llama", 37, 64, 128, 1, 2, 1, 32)
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), examples.random_params(config))
+
+    def logits(rows: int, gated_product: str | None = None) -> Any:
+        decoder = models.merge(config, params, gated_product=gated_product)
+        return decoder(jnp.zeros((2, rows // 2), jnp.int32), attention=dot_product_attention)
+
+    def programs(rows: int) -> tuple[str, str]:
+        return str(jax.make_jaxpr(lambda: logits(rows))()), str(jax.make_jaxpr(lambda: logits(rows, "unfused"))())
+
+    chosen, unfused = programs(16)
+    assert chosen == unfused
+    test_hopper.use(monkeypatch)
+    monkeypatch.setitem(BACKENDS, "hopper", dataclasses.replace(BACKENDS["hopper"], slower=lambda request: None))  # type: ignore[arg-type]
+    monkeypatch.setattr(matmul_epilogue_config, "PAIR", (64, 128))
+    chosen, unfused = programs(16)
+    assert chosen != unfused
+    assert test_hopper.SEEN
+    assert_close(logits(16), logits(16, "unfused"), 0.1)
+    chosen, unfused = programs(14)
+    assert chosen == unfused
+    jax.clear_caches()

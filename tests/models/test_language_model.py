@@ -1,5 +1,7 @@
 """The decoder in the generation loop: identity of equal models, no retrace, shallow models, wrong choices."""
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -108,3 +110,23 @@ def test_tokens_of_the_wrong_rank_are_refused() -> None:
     model = models.as_language_model(config)
     with pytest.raises(ValueError, match="`tokens`"):
         model.apply(params, TOKENS[0], model.init_cache(1, 8))
+
+
+def test_the_plan_says_who_computes_the_gated_product() -> None:
+    large = dataclasses.replace(example("llama")[0], hidden_size=4096, intermediate_size=14336)
+    plan = functools.partial(models.plan_mlp, large, device="NVIDIA H200")
+    chosen = {rows: plan(rows, jnp.bfloat16).forward for rows in (1, 16, 8192)}
+    assert chosen == {1: "unfused", 16: "hopper", 8192: "hopper"}
+    assert "gated product on NVIDIA H200: [16, 4096] x [4096, 2, 14336] bfloat16, silu" in str(plan(16, jnp.bfloat16))
+    assert "not hopper: computes in bfloat16 or float16, not in float32" in str(plan(16))
+    assert plan(1, jnp.bfloat16, gated_product="hopper").forward == "hopper"
+    split = plan(16, jnp.bfloat16, gated_product="hopper", mesh=models.decoder_mesh(1, 2))
+    assert split.forward == "unfused"
+    assert "not hopper: the model lies on a mesh" in str(split)
+    with pytest.raises(ValueError, match="`rows`"):
+        plan(0)
+
+
+def test_a_gated_product_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match="`gated_product`: expected one of"):
+        models.as_language_model(example("llama")[0], gated_product="cublas")
