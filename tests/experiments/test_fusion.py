@@ -6,7 +6,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.fusion import TAILS, Case, agreement, compiler_bytes, library_tail, programs, random_operands
+from experiments.fusion import (
+    DECODER,
+    TAILS,
+    Case,
+    agreement,
+    compiler_bytes,
+    library_tail,
+    programs,
+    random_operands,
+    stand,
+    summary,
+)
+from flashspec.measure import HOST, Interleaved, Timing, checked
 
 
 def case(tail):
@@ -42,3 +54,24 @@ def test_the_tail_of_a_library_call_is_read_from_the_program():
     text = 'custom-call(), custom_call_target="__cublas$lt$matmul", backend_config={"epilogue":"BIAS_GELU"}'
     fake = dataclasses.replace(call, executable=type("Program", (), {"as_text": lambda self: text})())
     assert library_tail(fake) == "BIAS_GELU"
+
+
+def test_a_kernel_stands_against_the_best_of_xla():
+    """Of the same form: one product of gate and value is no peer of two, nor is the chain step by step one."""
+    ms = {
+        "step by step": 1, "XLA, as written": 12, "XLA, cuBLASLt": 11, "matmul_epilogue, xla": 13,
+        "matmul_epilogue, hopper": 10, f"{DECODER}, XLA": 8, f"{DECODER}, XLA, cuBLASLt": 9, f"{DECODER}, hopper": 10,
+        "one product alone": 2,
+    }  # fmt: skip
+    timings = {name: Timing((value / 1e3,), HOST, 1.0) for name, value in ms.items()}
+    standings = stand(case("gated SiLU"), "hopper", Interleaved(timings, checked("all agree", lambda: True)))
+    assert [(s.form, s.other, s.ratio) for s in standings] == [
+        ("gated SiLU", "XLA, cuBLASLt", pytest.approx(1.1)),
+        (f"gated SiLU, {DECODER}", f"{DECODER}, XLA", pytest.approx(0.8)),
+    ]
+    later = [dataclasses.replace(s, rows=8192, ratio=0.9876) for s in standings]
+    assert summary(standings + later) == [
+        "speed of hopper over XLA's best at 8, 8192 rows: gated SiLU 1.100 / 0.988, "
+        f"gated SiLU, {DECODER} 0.800 / 0.988"
+    ]
+    assert summary([]) == []
