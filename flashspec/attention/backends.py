@@ -67,9 +67,10 @@ def _hopper(request: AttentionRequest) -> tuple[str, ...]:
 def _hopper_kernels() -> Kernels:
     """Imported when first used, so that `import flashspec` stays quick."""
     from pallas_kernels.gpu.hopper.attention_backward import attention_backward
+    from pallas_kernels.gpu.hopper.attention_backward_delta import delta_and_zeros
     from pallas_kernels.gpu.hopper.attention_forward import attention_forward
 
-    return Kernels(attention_forward, attention_backward)
+    return Kernels(attention_forward, attention_backward, delta_and_zeros)
 
 
 def _ampere(request: AttentionRequest) -> tuple[str, ...]:

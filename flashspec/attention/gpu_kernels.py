@@ -24,13 +24,21 @@ from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, SegmentIds
 from pallas_kernels.launch import round_up, varying_alike
 
 HEAD_MULTIPLE = 64
+DQ_AXES = "B N I J P Q"  # of dQ while it is summed: tiles of a head, and the rows and columns of each
 
 
 class Kernels(NamedTuple):
-    """The kernels of `pallas_kernels.gpu.hopper` or `.ampere`, which share their signatures, or stand-ins."""
+    """The kernels of `pallas_kernels.gpu.hopper` or `.ampere`, which share their signatures, or stand-ins.
+
+    Args:
+      forward, backward: the attention kernels.
+      delta: of output, its gradient and the query's head size: delta, and `dq` of the backward, which then has no pass
+        of its own over memory to make it; None to leave delta to XLA.
+    """
 
     forward: Callable[..., tuple[Array, ...]]
     backward: Callable[..., tuple[Array, ...]]
+    delta: Callable[..., tuple[Array, Array]] | None = None
 
 
 class Tensors(NamedTuple):
@@ -202,16 +210,17 @@ def _attend_forward(program: Program, tensors: Tensors, structure: Structure) ->
 def _attend_backward(program: Program, saved: Any, cotangents: tuple[Array, ...]) -> tuple[Tensors, None]:
     """Gradients by eq. 33.6 to 33.8: for (u, m, l), weights e^(s - m) and no row mean."""
     tensors, structure, (output, lse) = saved
+    dq = None
     if program.statistics:
         output_gradient, _, g_l = cotangents
         delta = -g_l[:, :, : output.shape[1]]
     else:
         output_gradient, g_lse = cotangents
-        empty = jnp.swapaxes(lse[:, :, : output.shape[1]] == -jnp.inf, 1, 2)
-        output_gradient = jnp.where(empty[..., None], 0, output_gradient)
-        products = output_gradient.astype(jnp.float32) * output.astype(jnp.float32)
-        g_lse = jnp.where(lse == -jnp.inf, 0, g_lse)[:, :, : output.shape[1]]
-        delta = jnp.swapaxes(jnp.sum(products, axis=-1), 1, 2) - g_lse
+        if not program.mask.shows_every_query_a_key():  # a copy of the gradient
+            empty = jnp.swapaxes(lse[:, :, : output.shape[1]] == -jnp.inf, 1, 2)
+            output_gradient = jnp.where(empty[..., None], 0, output_gradient)
+        sums, dq = _delta(program, output, output_gradient)
+        delta = sums - jnp.where(lse == -jnp.inf, 0, g_lse)[:, :, : output.shape[1]]
 
     def kernel(query: Array, key: Array, value: Array, *rest: Array) -> tuple[Array, ...]:
         output_gradient, lse, delta, *others = rest
@@ -225,6 +234,7 @@ def _attend_backward(program: Program, saved: Any, cotangents: tuple[Array, ...]
             delta,
             given.get("bounds"),
             _segments(given),
+            **{name: given[name] for name in ("dq",) if name in given},
             mask=program.mask,
             scale=program.scale,
             soft_cap=program.soft_cap,
@@ -233,6 +243,8 @@ def _attend_backward(program: Program, saved: Any, cotangents: tuple[Array, ...]
         )
 
     names, arrays, axes = _present(structure, None, tensors.query.shape[0])
+    if dq is not None:
+        names, arrays, axes = (*names, "dq"), [*arrays, dq], [*axes, DQ_AXES]
     H, Hv = program.backward_heads
     query, key, value = (_pad(x, x.shape[1], size) for x, size in zip(tensors[:3], (H, H, Hv), strict=True))
     output_gradient = _pad(output_gradient.astype(value.dtype), output_gradient.shape[1], Hv)
@@ -245,6 +257,20 @@ def _attend_backward(program: Program, saved: Any, cotangents: tuple[Array, ...]
         sinks = -jnp.sum(weights * delta, axis=(0, 2))
     query, key, value = (x[..., : y.shape[3]] for x, y in zip(gradients, tensors[:3], strict=True))
     return Tensors(query, key, value, sinks), None
+
+
+def _delta(program: Program, output: Array, output_gradient: Array) -> tuple[Array, Array | None]:
+    """Sums over Hv of output times its gradient, float32 [B, N, T], and `dq` of the backward or None."""
+    kernel = program.kernels.delta
+    if kernel is None:
+        products = output_gradient.astype(jnp.float32) * output.astype(jnp.float32)
+        return jnp.swapaxes(jnp.sum(products, axis=-1), 1, 2), None
+
+    def sized(output: Array, output_gradient: Array) -> tuple[Array, ...]:
+        return kernel(output, output_gradient, head_size=program.backward_heads[0])
+
+    sums, dq = lift(sized, ("B T N V", "B T N V"), ("B N T", DQ_AXES))(output, output_gradient)
+    return sums[:, :, : output.shape[1]], dq
 
 
 attend.defvjp(_attend_forward, _attend_backward)

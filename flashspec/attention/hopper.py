@@ -131,6 +131,9 @@ def _family(kernels: Kernels) -> Family:
 
 
 def _program(kernels: Kernels, request: AttentionRequest, mask: AttentionMask) -> Program:
+    deterministic = _settings(request).deterministic
+    if not attention_backward_config.is_fused(_backward_shape(request), deterministic=deterministic):
+        kernels = kernels._replace(delta=None)  # nobody adds to dQ
     return Program(
         kernels,
         mask,
@@ -140,7 +143,7 @@ def _program(kernels: Kernels, request: AttentionRequest, mask: AttentionMask) -
         _forward_config(request)[0],
         _backward_config(request)[0],
         backward_heads(request.H, request.Hv),
-        _settings(request).deterministic,
+        deterministic,
     )
 
 

@@ -12,6 +12,7 @@ from jax import Array
 
 from flashspec.attention import hopper
 from flashspec.attention.backends import BACKENDS
+from pallas_kernels.gpu.hopper.attention_backward_config import BackwardShape
 from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, Bounds, SegmentIds
 
 
@@ -78,9 +79,11 @@ def backward(
     scale: float,
     soft_cap: float | None = None,
     deterministic: bool = False,
+    dq: Array | None = None,
     config: Any,
 ) -> tuple[Array, Array, Array]:
     """As `pallas_kernels.gpu.hopper.attention_backward.attention_backward`."""
+    assert dq is None or dq.shape == BackwardShape.of(query, key, value).dq_tiles
     groups = query.shape[2] // key.shape[2]
     visible = visible_pairs(query, key, bounds, _padded(segments, query, key), mask)
     scores = scores_of(query, key, scale, soft_cap)
@@ -88,7 +91,7 @@ def backward(
     weights = jnp.where(visible, jnp.exp(scores - jnp.where(lse == -jnp.inf, jnp.inf, lse)[..., None]), 0)
     keys, values = (jnp.repeat(x, groups, axis=2) for x in (key, value))
     pull = jnp.einsum("btnv,bsnv->bnts", output_gradient, values, preferred_element_type=jnp.float32)
-    pull = weights * (pull - delta[..., None])
+    pull = weights * (pull - delta[:, :, : query.shape[1], None])
     if soft_cap is not None:
         pull = pull * (1 - (scores / soft_cap) ** 2)
     dq = scale * jnp.einsum("bnts,bsnh->btnh", pull, keys)
@@ -96,6 +99,14 @@ def backward(
     dv = jnp.einsum("bnts,btnv->bsnv", weights, output_gradient)
     dk, dv = (x.reshape(*x.shape[:2], key.shape[2], groups, x.shape[3]).sum(axis=3) for x in (dk, dv))
     return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype)
+
+
+def delta_and_zeros(output: Array, output_gradient: Array, *, head_size: int) -> tuple[Array, Array]:
+    """As `pallas_kernels.gpu.hopper.attention_backward_delta.delta_and_zeros`."""
+    B, T, N, Hv = output.shape
+    tiles = BackwardShape(B, T, T, N, N, head_size, Hv).dq_tiles
+    delta = jnp.einsum("btnv,btnv->bnt", output, output_gradient, preferred_element_type=jnp.float32)
+    return jnp.pad(delta, ((0, 0), (0, 0), (0, -T % 128))), jnp.zeros(tiles, jnp.float32)
 
 
 def _padded(segments: SegmentIds | None, query: Array, key: Array) -> SegmentIds | None:
@@ -107,9 +118,9 @@ def _padded(segments: SegmentIds | None, query: Array, key: Array) -> SegmentIds
 
 
 @contextlib.contextmanager
-def hopper_by_twin(forward: Any = forward, backward: Any = backward) -> Iterator[None]:
+def hopper_by_twin(forward: Any = forward, backward: Any = backward, delta: Any = delta_and_zeros) -> Iterator[None]:
     """Within it, "hopper" runs on any platform and in float32, its kernels replaced by these."""
-    kernels = hopper.Kernels(forward, backward)
+    kernels = hopper.Kernels(forward, backward, delta)
 
     def supports(request: Any) -> tuple[str, ...]:
         return hopper.kernel_refusals(dataclasses.replace(request, dtype=jnp.dtype(jnp.bfloat16)))

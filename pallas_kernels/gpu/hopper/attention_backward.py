@@ -38,6 +38,7 @@ def attention_backward(
     delta: Array,
     bounds: Array | None = None,
     segments: SegmentIds | None = None,
+    dq: Array | None = None,
     *,
     mask: AttentionMask,
     scale: float,
@@ -55,9 +56,11 @@ def attention_backward(
       value: [B, S, K, Hv].
       output_gradient: [B, T, N, Hv].
       lse: float32 [B, N, T or more], the natural log-normaliser; -inf where a query sees no key.
-      delta: float32 [B, N, T], the sum over Hv of output times its gradient, less the gradient of the log-normaliser.
+      delta: float32 [B, N, T or more], the sum over Hv of output times its gradient, less the gradient of the
+        log-normaliser.
       bounds: int32 [B, 4], unless `mask.bounds` has them.
       segments: where `mask.segments`.
+      dq: zeros by `delta_and_zeros`, to which dQ is added where one kernel computes all gradients; made here if None.
       mask: the structure of the mask.
       scale: factor of the scores.
       soft_cap: c of c tanh(score / c).
@@ -88,7 +91,7 @@ def attention_backward(
         key_blocks = WideKeyBlocks if shape.wide else KeyBlocks
         dk, dv = _launch(key_blocks(scores, config), operands, key, value)
         return dq, dk, dv
-    total = jax.new_ref(jnp.zeros(KeyBlocks.dq_tiles(shape), jnp.float32))
+    total = jax.new_ref(jnp.zeros(shape.dq_tiles, jnp.float32) if dq is None else dq)
     dk, dv = _launch(KeyBlocks(scores, config, total), operands, key, value)
     tiles = (jax.freeze(total) * scale).astype(query.dtype)
     rows = jnp.transpose(tiles, (0, 2, 4, 1, 3, 5)).reshape(shape.B, -1, shape.N, shape.H)
@@ -121,7 +124,7 @@ def _launch(kernel: KeyBlocks | QueryBlocks, operands: Operands, *like: Array) -
 def _padded_rows(shape: BackwardShape, lse: Array, delta: Array) -> tuple[Array, Array]:
     """lse in base 2 and delta, in whole blocks; +inf in lse makes every weight of a row 0 without a mask."""
     rows = ((0, 0), (0, 0), (0, round_up(shape.T, BLOCK_Q) - shape.T))
-    lse = lse[:, :, : shape.T]
+    lse, delta = lse[:, :, : shape.T], delta[:, :, : shape.T]
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
     return jnp.pad(lse, rows, constant_values=jnp.inf), jnp.pad(delta, rows)
 

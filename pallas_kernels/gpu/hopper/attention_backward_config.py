@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from pallas_kernels.gpu.hopper.attention_forward_config import RESERVED, SHARED_MEMORY, TILE, AttentionShape
-from pallas_kernels.launch import cdiv
+from pallas_kernels.launch import cdiv, round_up
 
 HEAD_SIZES = ((64, 64), (128, 64), (128, 128))  # (H, Hv)
 WIDE_HEAD_SIZES = ((256, 256),)  # always in two kernels
@@ -26,6 +26,11 @@ class BackwardShape(AttentionShape):
     def block_kv(self) -> int:
         """Keys of a thread block that sums dK and dV: 64 for each of two warpgroups, or 64 and one sum for each."""
         return TILE if self.wide else 2 * TILE
+
+    @property
+    def dq_tiles(self) -> tuple[int, ...]:
+        """Shape of the float32 dQ, [B, N, queries / 64, H / 64, 64, 64] in whole blocks: tiles are contiguous."""
+        return (self.B, self.N, round_up(self.T, BLOCK_Q) // TILE, self.H // TILE, TILE, TILE)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu.hopper.attention_backward_config import BLOCK_Q, BackwardConfig, BackwardShape
+from pallas_kernels.gpu.hopper.attention_backward_config import BackwardConfig
 from pallas_kernels.gpu.hopper.attention_backward_tile import (
     WARPGROUPS,
     KeyTile,
@@ -30,7 +30,7 @@ from pallas_kernels.gpu.hopper.attention_backward_tile import (
     visit,
 )
 from pallas_kernels.gpu.hopper.attention_tile import COLUMN, ROW, TILE, place, tiled
-from pallas_kernels.launch import cdiv, round_up
+from pallas_kernels.launch import cdiv
 
 EXCHANGES = 2  # buffers of dS: one is read while the next is written
 
@@ -41,7 +41,7 @@ class KeyBlocks:
     Args:
       scores: what is static about the call.
       config: the launch settings.
-      dq: a reference to float32 in tiles (`dq_tiles`), to which dQ / scale is added; None to leave dQ out.
+      dq: a reference to float32 in `BackwardShape.dq_tiles`, to which dQ / scale is added; None to leave dQ out.
     """
 
     def __init__(self, scores: Scores, config: BackwardConfig, dq: Any = None) -> None:
@@ -75,11 +75,6 @@ class KeyBlocks:
             buffers["ds_smem"] = tiled((EXCHANGES, self.block_kv, c.block_q), dtype)
             buffers["dq_smem"] = tiled((WARPGROUPS, *self.dq_share), jnp.float32)
         return buffers
-
-    @staticmethod
-    def dq_tiles(shape: BackwardShape) -> tuple[int, ...]:
-        """Shape of dQ in tiles, [B, N, queries / 64, H / 64, 64, 64] in whole blocks: a share is contiguous."""
-        return (shape.B, shape.N, round_up(shape.T, BLOCK_Q) // TILE, shape.H // TILE, TILE, TILE)
 
     @property
     def dq_share(self) -> tuple[int, int]:

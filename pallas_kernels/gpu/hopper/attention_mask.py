@@ -54,6 +54,15 @@ class AttentionMask:
         """The bounds of one batch row; `bounds` is the operand, or None where they are static."""
         return self.bounds or Bounds(*(bounds[batch, column] for column in range(4)))
 
+    def shows_every_query_a_key(self) -> bool:
+        """Whether static facts alone say so, of all queries before `q_length`."""
+        bounds = self.bounds
+        if bounds is None or self.segments or bounds.kv_length < 1:
+            return False
+        first = not self.right or bounds.last >= 0  # The first query, whose last key is the leftmost,
+        last = not self.left or bounds.first + bounds.q_length <= bounds.kv_length  # and the last, whose first is not.
+        return first and last and not (self.left and self.right and bounds.first > bounds.last)
+
     def visible_keys(self, row: Bounds, q_start: Scalar, block_q: int) -> tuple[Scalar, Scalar]:
         """[begin, end) outside of which no query of a tile sees a key; empty where begin >= end."""
         last_query = jnp.minimum(q_start + block_q, row.q_length) - 1

@@ -157,6 +157,15 @@ def _backward(H: int, kind: str, deterministic: bool, make: Make) -> Any:
     return call, (x, x, x, x, row, row, *_segments(kind, make))
 
 
+def _delta(make: Make) -> Any:
+    import jax.numpy as jnp
+
+    from pallas_kernels.gpu.hopper.attention_backward_delta import delta_and_zeros
+
+    x = make((2, T, N, 128), jnp.bfloat16)
+    return functools.partial(delta_and_zeros, head_size=128), (x, x)
+
+
 def _decode(tokens: int, heads: tuple[int, int], H: int, kind: str, make: Make) -> Any:
     import jax.numpy as jnp
 
@@ -244,6 +253,7 @@ VARIANTS: dict[str, Variant] = {
         for H in (64, 128)
         for kind in ("full", "causal")
     },
+    "backward 128 delta": _delta,
     **{f"decode {n} dense": functools.partial(_decode, n, (32, 8), 128, "dense") for n in (1, 4, 8, 16)},
     "decode 1 dense, a head a group": functools.partial(_decode, 1, (8, 8), 128, "dense"),
     "decode 16 dense, sixteen heads a group": functools.partial(_decode, 16, (32, 2), 128, "dense"),

@@ -12,6 +12,7 @@ import pytest
 
 from pallas_kernels.gpu.hopper import (
     attention_backward,
+    attention_backward_delta,
     attention_backward_keys,
     attention_backward_queries,
     attention_backward_tile,
@@ -244,6 +245,70 @@ def test_wrong_query_kernel_fails():
     assert not max(errors(CASES["H = 128"], deterministic=True, module=wrong)) < TOLERANCE
 
 
+@pytest.mark.parametrize(("shape", "H"), [((1, 136, 2, 128), 128), ((2, 72, 1, 64), 64)])
+def test_delta_and_zeros(shape, H):
+    """Rows past T are there, and 0."""
+    with interpreted(detect_races=True):
+        delta, zeros = delta_and_zeros(shape, H)
+    assert not races_found()
+    B, T, N, _ = shape
+    blocks = -(-T // 128)
+    assert delta.shape == (B, N, 128 * blocks)
+    assert zeros.shape == (B, N, 2 * blocks, H // 64, 64, 64)
+    assert not np.asarray(zeros).any()
+    np.testing.assert_allclose(delta, exact_delta(shape), atol=1e-5)
+
+
+def delta_and_zeros(shape: tuple[int, ...], H: int, module: Any = attention_backward_delta) -> Any:
+    return jax.jit(functools.partial(module.delta_and_zeros, head_size=H))(*factors(shape))
+
+
+def factors(shape: tuple[int, ...]) -> list[np.ndarray]:
+    random = np.random.default_rng(1)
+    return [random.standard_normal(shape).astype(jnp.bfloat16) for _ in range(2)]
+
+
+def exact_delta(shape: tuple[int, ...]) -> np.ndarray:
+    sums = np.einsum("btnh,btnh->bnt", *(x.astype(np.float64) for x in factors(shape)))
+    return np.pad(sums, ((0, 0), (0, 0), (0, -shape[1] % 128)))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("for column in range(0, Hv, TILE)", "for column in range(0, TILE, TILE)"),
+        ("delta.at[batch, head", "delta.at[batch, 0"),
+    ],
+)
+def test_wrong_delta_fails(edit):
+    shape = (1, 136, 2, 128)
+    with interpreted():
+        delta, _ = delta_and_zeros(shape, 128, mutant(attention_backward_delta, edit))
+    assert not np.allclose(delta, exact_delta(shape), atol=1e-5)
+
+
+def test_zeros_that_are_given_are_added_to():
+    """That the sums start from them shows where they are no zeros."""
+    case = CASES["H = 128"]
+    expected, lse, delta = exact(case)
+    rows = [jnp.asarray(x, jnp.float32) for x in (lse, delta)]
+    call = launch(case, deterministic=False, static=True)
+    shape = BackwardShape(case.B, case.T, case.S, case.N, case.K, case.H, case.H)
+    with interpreted():
+        dq, _, _ = jax.jit(call)(*case.arrays, *rows, dq=jnp.full(shape.dq_tiles, 1 / case.scale))
+    np.testing.assert_allclose(np.asarray(dq, np.float64) - 1, expected[0], atol=0.05)
+
+
+def test_what_delta_does_not_take():
+    x = jnp.zeros((1, 8, 1, 64), jnp.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"`output_gradient`: expected bfloat16 \[1, 8, 1, 64\] as `output`, got float32"
+    ):
+        attention_backward_delta.delta_and_zeros(x, x.astype(jnp.float32), head_size=64)
+    with pytest.raises(ValueError, match="`head_size`: expected a multiple of 64, got 80"):
+        attention_backward_delta.delta_and_zeros(x, x, head_size=80)
+
+
 @pytest.mark.parametrize(("H", "deterministic"), [(64, False), (128, False), (64, True), (128, True), (256, False)])
 def test_lowers_for_cuda(H, deterministic):
     """Both dtypes, bounds that are operands, and segments, down to the compiler of the GPU."""
@@ -287,6 +352,27 @@ def test_segment_ranges(own, other, expected):
     """Blocks of 2 ids."""
     ids = (jnp.asarray([x], jnp.int32) for x in (own, other))
     assert attention_mask.segment_ranges(*ids, 2)[0].tolist() == expected
+
+
+BOUNDS = [Bounds(first, last, 8, length) for first in (-3, 0, 2) for last in (-1, 0, 2) for length in (0, 5, 8, 12)]
+
+
+def misjudged(module: Any = attention_mask) -> list[Bounds]:
+    """Bounds of which it is not known rightly, without segments, whether every query sees a key."""
+    i, j = np.arange(8)[:, None], np.arange(12)[None]
+    masks = [module.AttentionMask(left, right, False, x) for left in (0, 1) for right in (0, 1) for x in BOUNDS]
+    return [m for m in masks if m.shows_every_query_a_key() != bool(m.tile(m.bounds, i, j).any(axis=1).all())]
+
+
+def test_what_shows_every_query_a_key():
+    assert not misjudged()
+    for unknown in (AttentionMask(), AttentionMask(segments=True, bounds=Bounds(0, 0, 8, 8))):
+        assert not unknown.shows_every_query_a_key()
+
+
+@pytest.mark.parametrize("part", ["bounds.last >= 0", "bounds.first + bounds.q_length <= bounds.kv_length"])
+def test_wrong_rules_for_a_key_fail(part):
+    assert misjudged(mutant(attention_mask, (part, "True")))
 
 
 def test_wrong_segment_ranges_fail():
