@@ -14,6 +14,8 @@ from pallas_kernels.launch import cdiv, round_up
 
 TILE = 64  # rows of one warpgroup's matrix product
 LANES = 128  # threads of a warpgroup
+MAX_CLUSTER = 16  # thread blocks of a cluster
+PADDING = 8  # numbers between two rows of u in a cluster, so that rows stored together lie in different banks
 MAX_ROWS = 256
 HEAD_SIZES = (64, 128, 256)
 PAGE_MULTIPLE = 16
@@ -81,6 +83,8 @@ class DecodeConfig:
       programs: thread blocks that share the work; the best is what the chip holds at once.
       least_blocks: blocks that a program gets at least, where there are fewer than there are programs.
       merge_loads: partial results that a program of the merge reads at once.
+      cluster: 1 for any number of parts of a row, which a second kernel merges; else programs that share a row and head
+        and merge within the same kernel, and there are as many as rows, heads and this ask for.
     """
 
     block_keys: int = 128
@@ -88,6 +92,7 @@ class DecodeConfig:
     programs: int = 132
     least_blocks: int = 2
     merge_loads: int = 16
+    cluster: int = 1
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -95,6 +100,7 @@ class DecodeConfig:
             ("programs", 1, 2**16),
             ("least_blocks", 1, 2**16),
             ("merge_loads", 1, 64),
+            ("cluster", 1, MAX_CLUSTER),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
@@ -162,13 +168,21 @@ class DecodeCall(NamedTuple):
 def shared_bytes(shape: DecodeShape, config: DecodeConfig) -> int:
     """Bytes of shared memory of one thread block, for elements of two bytes."""
     keys_and_values = 2 * config.stages * config.block_keys
-    return (keys_and_values + shape.tiles * TILE) * shape.H * 2 + BLOCK_OVERHEAD
+    rows = shape.tiles * TILE
+    # A cluster keeps m, l and u in float32 for its programs to read, u in the query's place.
+    query = 2 * shape.H if config.cluster == 1 else 4 * (shape.H + PADDING + 2)
+    return keys_and_values * shape.H * 2 + rows * query + BLOCK_OVERHEAD
 
 
 def config_refusals(shape: DecodeShape, config: DecodeConfig) -> tuple[str, ...]:
     """Why these settings are not legal for a call; empty when they are."""
-    used = shared_bytes(shape, config)
-    return (f"{used} bytes of shared memory are more than {SHARED_BYTES}",) if used > SHARED_BYTES else ()
+    used, blocks = shared_bytes(shape, config), cdiv(shape.S, config.block_keys)
+    rules = (
+        (used > SHARED_BYTES, f"{used} bytes of shared memory are more than {SHARED_BYTES}"),
+        (config.cluster > 1 and shape.H < LANES, f"clusters take head sizes of {LANES} and more, not {shape.H}"),
+        (config.cluster > blocks, f"a cluster of {config.cluster} is more than the {blocks} blocks of a row"),
+    )
+    return tuple(reason for refused, reason in rules if refused)
 
 
 def heuristic(shape: DecodeShape, cores: int) -> DecodeConfig:

@@ -1,13 +1,14 @@
-"""The second kernel of Hopper decoding: the statistics of a pair's parts become outputs (eq. 33.4, 33.5 and 33.2).
+"""The merge of Hopper decoding: the statistics of a pair's parts become outputs (eq. 33.4, 33.5 and 33.2).
 
-A program takes a few query rows of one pair. It reads several parts at once, since each alone is a few hundred bytes
-that take as long to come as many would.
+A second kernel reads them from device memory, or the programs of a cluster read each other's
+(`attention_decode_cluster`). Either way a warpgroup takes a few query rows of one pair. It reads several parts at once,
+since each alone is a few hundred bytes that take as long to come as many would; and always in the same order.
 """
 
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,42 @@ from pallas_kernels.gpu.hopper.attention_decode_work import div, rem
 from pallas_kernels.launch import cdiv
 
 LOG2E = math.log2(math.e)
+
+
+@runtime_checkable
+class Parts(Protocol):
+    """The statistics of a pair's parts, in base 2; rows are packed ones."""
+
+    @property
+    def first(self) -> Any:
+        """The first part."""
+
+    @property
+    def end(self) -> Any:
+        """The last part + 1."""
+
+    def statistics(self, part: Any, row: Array) -> tuple[Array, Array]:
+        """m and l of a row."""
+
+    def sums(self, part: Any, row: Array, size: int) -> Array:
+        """u of a row and those that follow, `size` numbers."""
+
+
+class _Stored(NamedTuple):
+    """Parts in device memory: m, l [parts, rows], u [parts, rows * H]."""
+
+    m: Any
+    l: Any
+    u: Any
+    first: Any
+    end: Any
+    H: int
+
+    def statistics(self, part: Any, row: Array) -> tuple[Array, Array]:
+        return self.m[part, row], self.l[part, row]
+
+    def sums(self, part: Any, row: Array, size: int) -> Array:
+        return self.u[part, pl.ds(row * self.H, size)]
 
 
 def merge_parts(
@@ -64,8 +101,13 @@ def merge_parts(
         thread_name="group",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*given.values())
-    output, *numbers = [jax.freeze(target) for target in targets] if targets else merged
-    output = _unpack(shape, output, shape.H) if per_vector > 1 else output
+    return unpacked(call, [jax.freeze(target) for target in targets] if targets else merged)
+
+
+def unpacked(call: DecodeCall, results: Sequence[Array]) -> tuple[Array, ...]:
+    """What `merge_rows` wrote, in the shapes and the order of `attention_decode.decode`."""
+    shape, (output, *numbers) = call.shape, results
+    output = _unpack(shape, output, shape.H) if shape.H < LANES else output
     numbers = [_unpack(shape, x[:, : shape.rows], 1)[..., 0] for x in numbers]
     return (*numbers, output) if call.statistics else (output, *numbers)
 
@@ -89,18 +131,41 @@ def _kernel(call: DecodeCall, names: tuple[str, ...], targets: Sequence[Any], *r
 
     @pl.when(given["first"][pair] < given["end"][pair])
     def _() -> None:
-        _merge(call, given, outputs, pair)
+        b, k = div(pair, call.shape.K), rem(pair, call.shape.K)
+        per_vector, vectors, at_once = _sizes(call)
+        count = per_vector * vectors
+        index = [lax.axis_index("rows") * count + i for i in range(count)]
+        first, end = given["first"][pair], given["end"][pair]
+        parts = _Stored(given["m"], given["l"], given["u"], first, end, call.shape.H)
+        merge_rows(call, parts, given, outputs, (b, k), index, at_once)
 
 
-def _merge(call: DecodeCall, given: dict[str, Any], outputs: Sequence[Any], pair: Array) -> None:
-    """Write what some rows of a pair come to."""
-    shape, chunk = call.shape, lax.axis_index("rows")
-    b, k = div(pair, shape.K), rem(pair, shape.K)
-    per_vector, vectors, _ = _sizes(call)
-    index = [chunk * (per_vector * vectors) + i for i in range(per_vector * vectors)]
+def merge_rows(
+    call: DecodeCall,
+    parts: Parts,
+    given: dict[str, Any],
+    outputs: Sequence[Any],
+    pair: tuple[Array, Array],
+    index: Sequence[Array],
+    at_once: int,
+) -> None:
+    """Write what some rows of a pair come to.
+
+    Args:
+      call: what is static.
+      parts: of the pair; at least one.
+      given: references to `real` and `sinks`, where there are any.
+      outputs: references to the output, and to lse or else m and l, as `merge_parts` has them.
+      pair: batch row and key/value head.
+      index: numbers of the rows among all packed ones where H < LANES, else among those that are no padding.
+      at_once: parts that are read together; all are where their numbers are known.
+    """
+    shape, (b, k) = call.shape, pair
+    per_vector = max(1, LANES // shape.H)
+    vectors = len(index) // per_vector
     places = [_token_and_head(shape, i, packed=per_vector > 1) for i in index]
     rows = [_packed_row(shape, t, g) for t, g in places]
-    m, l, u = _fold(call, given, pair, rows)
+    m, l, u = _fold(call, parts, rows, at_once)
 
     real = jnp.int32(shape.T) if "real" not in given else given["real"][b]
     factors = []
@@ -115,13 +180,13 @@ def _merge(call: DecodeCall, given: dict[str, Any], outputs: Sequence[Any], pair
         @pl.when(inside)
         def _(row: Array = row, numbers: tuple[Array, ...] = numbers) -> None:
             for ref, number in zip(outputs[1:], numbers, strict=True):
-                ref[pair, row] = number
+                ref[b * shape.K + k, row] = number
 
     for v in range(vectors):
         mine = _spread(call, factors[v * per_vector : (v + 1) * per_vector])
         value = jnp.where(mine != 0, u[v] * mine, 0.0).astype(outputs[0].dtype)
         if per_vector > 1:
-            outputs[0].at[pair, pl.ds(rows[v * per_vector] * shape.H, LANES)][...] = value
+            outputs[0].at[b * shape.K + k, pl.ds(rows[v * per_vector] * shape.H, LANES)][...] = value
             continue
         t, g = places[v]
 
@@ -142,39 +207,39 @@ def _packed_row(shape: DecodeShape, t: Array, g: Array) -> Array:
     return jnp.minimum(row, shape.rows - 1)
 
 
-def _layout(size: int) -> Any:
+def row_layout(size: int) -> Any:
     return plgpu.Layout.WG_STRIDED((size,), vec_size=size // LANES)
 
 
 def _spread(call: DecodeCall, numbers: Sequence[Array]) -> Array:
     """One number for each row of a vector."""
     size = max(LANES, call.shape.H)
-    lane = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=_layout(size))
+    lane = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=row_layout(size))
     x = jnp.broadcast_to(numbers[0], (size,))
     for i, number in enumerate(numbers[1:], 1):
         x = jnp.where(lane >= i * call.shape.H, jnp.broadcast_to(number, (size,)), x)
     return x
 
 
-def _fold(call: DecodeCall, given: dict[str, Any], pair: Array, rows: Sequence[Array]) -> Any:
+def _fold(call: DecodeCall, parts: Parts, rows: Sequence[Array], at_once: int) -> Any:
     """m, l of each row and u of each vector over all parts of a pair."""
-    per_vector, vectors, at_once = _sizes(call)
-    H, size = call.shape.H, max(LANES, call.shape.H)
-    first, end = given["first"][pair], given["end"][pair]
+    per_vector, size = max(1, LANES // call.shape.H), max(LANES, call.shape.H)
+    vectors, first, end = len(rows) // per_vector, parts.first, parts.end
 
     def scale(u: Sequence[Array], factors: Sequence[Array]) -> list[Array]:
         return [x * _spread(call, factors[v * per_vector : (v + 1) * per_vector]) for v, x in enumerate(u)]
 
     def some(group: Array, carry: Any) -> Any:
+        number = [first + group * at_once + i for i in range(at_once)]
+        there = [jnp.minimum(part, end - 1) for part in number]  # the last one again, with weight 0, past the end
+        return add(carry, there, [part < end for part in number])
+
+    def add(carry: Any, there: Sequence[Any], counts: Sequence[Any]) -> Any:
         m, l, u = carry
-        parts = [first + group * at_once + i for i in range(at_once)]
-        there = [jnp.minimum(part, end - 1) for part in parts]  # the last one again, with weight 0, past the end
-        values = [[given["u"][part, pl.ds(rows[v * per_vector] * H, size)] for v in range(vectors)] for part in there]
-        tops = [
-            [jnp.where(part < end, given["m"][i, row], -jnp.inf) for row in rows]
-            for part, i in zip(parts, there, strict=True)
-        ]
-        sums = [[given["l"][part, row] for row in rows] for part in there]
+        values = [[parts.sums(part, rows[v * per_vector], size) for v in range(vectors)] for part in there]
+        read = [[parts.statistics(part, row) for row in rows] for part in there]
+        tops = [[jnp.where(one, top, -jnp.inf) for top, _ in row] for one, row in zip(counts, read, strict=True)]
+        sums = [[total for _, total in row] for row in read]
         new_m = [functools.reduce(jnp.maximum, column, old) for old, *column in zip(m, *tops, strict=True)]
         shift = [_finite(x) for x in new_m]
         decay = [jnp.exp2(old - x) for old, x in zip(m, shift, strict=True)]
@@ -186,8 +251,10 @@ def _fold(call: DecodeCall, given: dict[str, Any], pair: Array, rows: Sequence[A
         return tuple(new_m), tuple(l), tuple(u)
 
     number = functools.partial(jnp.full, (), dtype=jnp.float32)
-    zeros = plgpu.layout_cast(jnp.zeros((size,), jnp.float32), _layout(size))
+    zeros = plgpu.layout_cast(jnp.zeros((size,), jnp.float32), row_layout(size))
     start = (number(-jnp.inf),) * len(rows), (number(0),) * len(rows), (zeros,) * vectors
+    if isinstance(end, int):
+        return add(start, range(first, end), [jnp.bool_(True)] * (end - first))
     return lax.fori_loop(jnp.int32(0), div(end - first + (at_once - 1), at_once), some, start)
 
 

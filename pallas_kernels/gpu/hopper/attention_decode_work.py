@@ -73,6 +73,16 @@ class Work(NamedTuple):
     length: Any
     real: Any
 
+    @property
+    def step(self) -> int:
+        """Blocks of a row from one block of a part to the next."""
+        return 1
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that a program can have."""
+        return self.call.shape.B * cdiv(self.call.shape.S, self.call.config.block_keys)
+
     def real_tokens(self, b: Array) -> Array:
         """How many tokens of a row are real."""
         T = self.call.shape.T
@@ -156,6 +166,34 @@ class Work(NamedTuple):
         first, blocks = self.span(row)
         block = jnp.minimum((index - units_before) * (self.call.split or 1), blocks)
         return Place(row, k, block, first, blocks), blocks_before + block
+
+
+class ClusterWork(Work):
+    """The work of clusters, each with a pair of row and head: its programs take the row's blocks in turns.
+
+    Where a program begins does not depend on the lengths, so that nothing waits for them.
+    """
+
+    @property
+    def step(self) -> int:
+        return self.call.config.cluster
+
+    @property
+    def most_blocks(self) -> int:
+        return cdiv(cdiv(self.call.shape.S, self.call.config.block_keys), self.step)
+
+    def after(self, place: Place, step: Array | int) -> Place:
+        """The place `step` blocks of the program later."""
+        return place._replace(block=place.block + step * self.step)
+
+    def start(self, pair: Array, rank: Array) -> Place:
+        """Where a program of a pair's cluster begins, which is past the row's end if it has nothing to do."""
+        b, k = div(pair, self.call.shape.K), rem(pair, self.call.shape.K)
+        return Place(b, k, rank, *self.span(b))
+
+    def count(self, start: Place) -> Array:
+        """Blocks of a program; one that has nothing to do takes a block that is hidden altogether."""
+        return jnp.maximum(div(start.blocks - start.block + (self.step - 1), self.step), 1)
 
 
 def programs_of_a_head(call: DecodeCall) -> int:

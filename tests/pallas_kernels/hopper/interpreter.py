@@ -1,12 +1,13 @@
-"""Mosaic GPU kernels where there is no GPU: JAX's interpreter, taught four things that attention on Hopper needs.
+"""Mosaic GPU kernels where there is no GPU: JAX's interpreter, taught five things that attention on Hopper needs.
 
-They are a product whose left factor is in registers, an accumulator that is set, a copy to device memory that adds, and
-the barrier at which two warpgroups of the backward meet. This reaches into private modules of JAX, whose names both
-supported versions share.
+They are a product whose left factor is in registers, an accumulator that is set, a copy to device memory that adds, the
+barrier at which two warpgroups of the backward meet, and what the programs of a cluster do with each other in decoding.
+This reaches into private modules of JAX, whose names both supported versions share.
 """
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gpu.hopper.attention_backward_tile import MEETING, WARPGROUPS
 
 ADDING = threading.Lock()
+PATIENCE = 600  # seconds that a thread of a cluster waits for the others
+BLOCK = 2  # where the key of a buffer has the number of its thread block
 # jax 0.12 raises where it finds a race, unless it is told not to; 0.11 only says so.
 ON_RACE: dict[str, Any] = {"on_race": "warn"} if hasattr(plgpu.InterpretGPUParams, "on_race") else {}
 
@@ -34,7 +37,7 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
     interpreter = jaxpr_interpret.JaxprInterpreter
     with (
         mock.patch.object(interpreter, "_interpret_wgmma_ref_p", _wgmma),
-        mock.patch.object(interpreter, "_interpret_inline_mgpu_p", _meet),
+        mock.patch.object(interpreter, "_interpret_inline_mgpu_p", _inline),
         mock.patch.object(primitives, "wgmma_accumulator_store", _set),
         mock.patch.object(gpu_callbacks, "copy_smem_to_gmem", _copy_or_add(gpu_callbacks.copy_smem_to_gmem)),
         mock.patch.object(shared_memory.Barrier, "deallocate", _deallocate(shared_memory.Barrier.deallocate)),
@@ -59,13 +62,48 @@ def _set(accumulator: Any, value: Any) -> None:
     state_primitives.ref_set(accumulator, (), value)
 
 
-def _meet(self: Any, eqn: Any, token: Any, _: Any) -> tuple[Any, list[Any]]:
-    """The one function in the machine's own code: the others that there are have no interpretation here."""
-    assert eqn.params["mgpu_fn"].__name__ == "meet"
+def _inline(self: Any, eqn: Any, token: Any, get_invals: Any) -> tuple[Any, list[Any]]:
+    """Functions in the machine's own code: the others that there are have no interpretation here."""
+    function = eqn.params["mgpu_fn"]
+    if function.__name__ == "meet":
+        return _meet(self, token), []
+    if function.__name__ in ("meet_cluster", "leave_cluster"):
+        meet = functools.partial(_meet_cluster, self.mesh.num_threads * int(np.prod(self.mesh.cluster)))
+        return callback.io_callback(meet, gpu_callbacks.TOKEN_SHAPE_DTYPE, token, ordered=False), []
+    count, invals = eqn.params["pytree_args"].num_leaves, get_invals()
+    transforms = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], invals[count:])
+    refs = [_resolved(*ref) for ref in zip(eqn.invars[:count], invals[:count], transforms, strict=True)]
+    place = {"mesh_location": self.mesh_location, "thread": self.thread, "source_info": eqn.source_info}
+    if function.__name__ == "peek":
+        ((key, index),) = refs
+        there = key.at[BLOCK].set(inspect.getclosurevars(function).nonlocals["part"])
+        shape = eqn.outvars[0].aval
+        given = {"result_shape_and_dtype": shape, "allocation_key_as_array": there, "transforms": index}
+        token, value = gpu_callbacks.call_get(token=token, **given, **place)
+        return token, [value]
+    assert function.__name__ == "keep", function
+    for (key, index), value in zip(refs[: count // 2], refs[count // 2 :], strict=True):
+        given = {"result_shape_and_dtype": value, "allocation_key_as_array": key, "transforms": index}
+        token, _ = gpu_callbacks.call_swap(token=token, val=value, mask=None, **given, **place)
+    return token, []
+
+
+def _meet(self: Any, token: Any) -> Any:
     commit = functools.partial(callback.io_callback, gpu_callbacks.commit_smem, gpu_callbacks.TOKEN_SHAPE_DTYPE)
     token = commit(token=token, mesh_location=self.mesh_location, thread=self.thread)
     place, threads = (token, self.mesh_location, self.thread, MEETING), 128 * WARPGROUPS
-    return gpu_callbacks.call_named_barrier(*place, num_threads=threads, sync=True), []
+    return gpu_callbacks.call_named_barrier(*place, num_threads=threads, sync=True)
+
+
+@functools.cache
+def _barrier_of(threads: int) -> threading.Barrier:
+    return threading.Barrier(threads)
+
+
+def _meet_cluster(threads: int, token: Any) -> Any:
+    """One cluster runs at a time, so that one barrier serves all."""
+    _barrier_of(threads).wait(PATIENCE)
+    return token
 
 
 def _wgmma(self: Any, eqn: Any, token: Any, get_invals: Any) -> Any:
