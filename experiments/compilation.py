@@ -1,9 +1,10 @@
 """Programs that are compiled side by side: a compiler waits for one thread most of the time."""
 
 import concurrent.futures
+import os
 from collections.abc import Callable, Mapping
 
-WORKERS = 8  # programs at a time, which leaves no meaning to the time that each takes
+WORKERS = os.cpu_count() or 1  # programs at a time, which leaves no meaning to the time that each takes
 
 
 def build_all[Name, Made](builders: Mapping[Name, Callable[[], Made]], workers: int = WORKERS) -> dict[Name, Made]:

@@ -32,7 +32,7 @@ from flashspec import costs, models
 from flashspec.checks import at_least, fail
 from flashspec.fusion.decode_block import BlockForm, Heads, plan_decode_block
 from flashspec.language_model import LanguageModel, Params
-from flashspec.measure import HOST, Checked, checked
+from flashspec.measure import HOST, Checked, checked, compile_call
 from flashspec.models.checkpoint import stored_tensors
 from flashspec.sampling import SamplingParams
 from flashspec.speculative import ModelDrafter
@@ -45,6 +45,7 @@ STEP_BAR, STEP_AIM, VERIFY_BARS, SPEEDUP_BAR = 1.18, 1.10, {5: 1.05, 9: 1.08}, 0
 SHAPES = ((1, 1), (1, 5), (1, 9), (8, 1))  # B, T
 ACCEPTANCES, DRAFT_LENGTHS = (0.6, 0.8, 0.95), (2, 4, 8)
 PLAIN = 1  # tokens of a forward of plain decoding
+PLAIN_FORM, FUSED_FORM, SCAN_FORM = "layers one by one", "one kernel between two attentions", "a scan over layers"
 PARTS = ("forwards", "speculation", "hugging_face")
 GREEDY = SamplingParams(temperature=0.0, top_k=None, top_p=None)
 JUDGED = 64  # positions of the prompt whose logits Hugging Face's have to agree with
@@ -108,32 +109,34 @@ def _config(job: Job, role: str) -> models.DecoderConfig:
 def forwards(job: Job, model: LanguageModel, params: Params, config: models.DecoderConfig) -> None:
     """One token and several, layers one by one, as one kernel between two attentions, and as a scan."""
     shapes = SHAPES[:2] if job.smoke else SHAPES
-    other = fused_model(job, model, params, config, shapes)
     scan, stacked = scanned(config, params, model)
-    if not _same(job, "a scan over layers", model, params, scan, stacked):
+    forms: dict[str, tuple[LanguageModel, Params]] = {PLAIN_FORM: (model, params), SCAN_FORM: (scan, stacked)}
+    other = fused_model(job, config, shapes)
+    if other is not None:
+        forms[FUSED_FORM] = other, params
+    if not all(same_logits(job, forms)):
         return
-    compiling: dict[Any, Any] = {}
-    one = functools.partial(_forward_loop, job, sizes=(1, PLAIN))
     with job.console.status("compiling"):
         # Alone, since their times of compilation are compared.
-        first, scan_loop = one(model, params), one(scan, stacked)
-        for sizes in shapes:
-            if sizes != (1, PLAIN):
-                compiling["plain", sizes] = functools.partial(_forward_loop, job, model, params, sizes)
-            if other is not None:
-                compiling["fused", sizes] = functools.partial(_forward_loop, job, other, params, sizes)
-        loops = {("plain", (1, PLAIN)): first, **build_all(compiling)}
+        loops = {(form, (1, PLAIN)): _forward_loop(job, *forms[form], (1, PLAIN)) for form in (PLAIN_FORM, SCAN_FORM)}
+        others = [(form, sizes) for form in forms if form != SCAN_FORM for sizes in shapes]
+        builders = {
+            (form, sizes): functools.partial(_forward_loop, job, *forms[form], sizes)
+            for form, sizes in others
+            if (form, sizes) not in loops
+        }
+        loops |= build_all(builders)
     rate = read_rate(job.smoke)
 
-    def timed(loop: Loop, sizes: tuple[int, int]) -> Forward:
-        bound = step_bytes(config, sizes[0], job.args.capacity // 2) / rate
+    def timed(form: str, sizes: tuple[int, int]) -> Forward:
+        bound, loop = step_bytes(config, sizes[0], job.args.capacity // 2) / rate, loops[form, sizes]
         return Forward(loop.seconds(), loop.call.compile_s or 0.0, bound)
 
-    plain = {sizes: timed(loops["plain", sizes], sizes) for sizes in job.track(shapes, "forwards")}
+    plain = {sizes: timed(PLAIN_FORM, sizes) for sizes in job.track(shapes, "forwards")}
     report_plain(job, plain, rate)
     if other is not None:
-        report_fused(job, plain, {sizes: timed(loops["fused", sizes], sizes) for sizes in shapes})
-    report_scan(job, plain[1, PLAIN], timed(scan_loop, (1, PLAIN)))
+        report_fused(job, plain, {sizes: timed(FUSED_FORM, sizes) for sizes in shapes})
+    report_scan(job, plain[1, PLAIN], timed(SCAN_FORM, (1, PLAIN)))
 
 
 def _forward_loop(job: Job, model: LanguageModel, params: Params, sizes: tuple[int, int]) -> Loop:
@@ -143,17 +146,21 @@ def _forward_loop(job: Job, model: LanguageModel, params: Params, sizes: tuple[i
     return round_costs.forward_loop(model, params, sizes[1], shape)
 
 
-def _same(
-    job: Job, what: str, model: LanguageModel, params: Params, other: LanguageModel, other_params: Params
-) -> bool:
-    """Whether two forms of a model have the same logits, to bfloat16's rounding."""
-    tokens = jax.random.randint(jax.random.key(job.seed), (1, 8), 0, model.vocab_size)
-    one, two = (
-        np.asarray(jax.jit(m.apply)(p, tokens, m.init_cache(1, 16))[0])
-        for m, p in ((model, params), (other, other_params))
+def same_logits(job: Job, forms: Mapping[str, tuple[LanguageModel, Params]]) -> list[bool]:
+    """Whether the other forms of a model have the logits of the first, to bfloat16's rounding."""
+    tokens = jax.random.randint(jax.random.key(job.seed), (1, 8), 0, forms[PLAIN_FORM][0].vocab_size)
+    calls = build_all(
+        {
+            form: functools.partial(compile_call, model.apply, params, tokens, model.init_cache(1, 16))
+            for form, (model, params) in forms.items()
+        }
     )
-    same = bool(np.abs(one - two).max() < 0.05 * np.abs(one).max())
-    return job.claim(f"{what} gives the logits of the layers one by one, to bfloat16's rounding", same)
+    logits = {form: np.asarray(call()[0]) for form, call in calls.items()}
+    one = logits.pop(PLAIN_FORM)
+    return [
+        job.claim(f"{form}: logits of {PLAIN_FORM}, to rounding", np.abs(one - two).max() < 0.05 * np.abs(one).max())
+        for form, two in logits.items()
+    ]
 
 
 def report_plain(job: Job, found: Mapping[tuple[int, int], Forward], rate: float) -> None:
@@ -185,9 +192,7 @@ def report_plain(job: Job, found: Mapping[tuple[int, int], Forward], rate: float
         axes.legend()
 
 
-def fused_model(
-    job: Job, model: LanguageModel, params: Params, config: models.DecoderConfig, shapes: tuple[tuple[int, int], ...]
-) -> LanguageModel | None:
+def fused_model(job: Job, config: models.DecoderConfig, shapes: tuple[tuple[int, int], ...]) -> LanguageModel | None:
     """The model with all between two attentions as one kernel, where there is one; in a smoke run its twin."""
     heads = Heads(config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
     form = BlockForm(heads, config.rms_norm_eps)
@@ -195,8 +200,7 @@ def fused_model(
     plan = plan_decode_block(widest, config.hidden_size, config.intermediate_size, form)
     if "hopper" in plan.rejected and not job.smoke:
         return None
-    other = models.as_language_model(config, jnp.bfloat16, decode_block="xla" if job.smoke else "hopper")
-    return other if _same(job, "one kernel between two attentions", model, params, other, params) else None
+    return models.as_language_model(config, jnp.bfloat16, decode_block="xla" if job.smoke else "hopper")
 
 
 def report_fused(job: Job, plain: Mapping[tuple[int, int], Forward], found: Mapping[tuple[int, int], Forward]) -> None:
