@@ -9,13 +9,26 @@ A call is a row of products with something small behind each:
 
 Each program, one on every multiprocessor, has an equal share of the blocks of every product. One of its warpgroups
 copies these blocks ahead, those of all products in one line, and waits for nothing but free memory; so memory is read
-while others compute, and while programs wait for each other. Another copies the rows that are multiplied, once they are
-there. The other two multiply, and do the small work. Between the two halves of each product's work all programs meet.
+while others compute. Another copies the rows that are multiplied, each 128 columns of them once they are there. The
+other two multiply. Programs never meet: who stores the last part of a tile of outputs does the small work behind it,
+and says so in a word of its own (`decode_block_grid`). Parts are added up in one order, whoever does it.
+
+That no program waits for ever rests on two things. All programs are on the chip at once, as each has a multiprocessor
+of its own. And the work can be put in a line, product by product, in which everything waits for earlier work alone:
+rows for the small work of the product before, which is done within the other programs' runs of that product, by who
+comes last and without any waiting; a run of a product, by the same argument, for the products before; and free memory
+for units of the same program that come earlier in its line.
+
+A word counts up within a call. It has to be 0 when the product comes round again, and may be set to that once nobody
+will look at it: the small work of a product sets those of the second one before, all of whose rows have been used
+then; and that of `out` sets those that the call before has left, of `down` and `qkv`. The words are not those of the
+calls of another step, so that the last call of a step need not leave zeros.
 
 The factor of a norm, 1 / sqrt(mean(x^2) + eps), is a number for each row. It is left out of what is multiplied, and
 applied to the product: nobody has to wait for the mean.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -25,7 +38,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.hopper.decode_block_config import ADDING, ROWS_MULTIPLE, TOGETHER, BlockOperands, BlockPlan
 from pallas_kernels.gpu.hopper.decode_block_grid import GROUPS
-from pallas_kernels.gpu.hopper.decode_block_phases import WARP, small_work
+from pallas_kernels.gpu.hopper.decode_block_phases import WARP, finish
 from pallas_kernels.gpu.hopper.decode_block_split import BLOCK_OUTPUTS
 from pallas_kernels.gpu.hopper.decode_block_stream import (
     Buffers,
@@ -40,9 +53,7 @@ from pallas_kernels.launch import round_up
 SWIZZLED = 64  # elements of a row of shared memory
 
 
-def decode_block(
-    plan: BlockPlan, operands: BlockOperands, steps: tuple[int, int] | None = None, into: Any = None
-) -> Buffers:
+def decode_block(plan: BlockPlan, operands: BlockOperands, only: int | None = None, into: Any = None) -> Buffers:
     """The products of a plan and the small work behind each.
 
         x' = x + a W_out,   x'' = x' + (phi(g) * u) W_down   with   [g, u] = norm(x') W_gate_up,   norm(x'') W_qkv
@@ -50,9 +61,9 @@ def decode_block(
     Args:
       plan: what is static; `decode_block_config.refusals` has nothing against its shape and settings.
       operands: its arrays; a call writes to its references `key`, `value` and `counts`.
-      steps: of the 2 * products halves, the first and the last + 1 to do; all of them by default. For interpreters:
-        programs meet only where all are done, so that each half must be a launch of its own.
-      into: references in the place of what it would write, which halves hand to each other.
+      only: the one product to do, by its position in the plan; all of them by default. For interpreters, where programs
+        run one after the other, so that whoever waits would wait for one that has not begun.
+      into: references in the place of what it would write, which such launches hand to each other.
 
     Returns:
       What it wrote. `residual` is that after its last sum, and `query` has positions applied.
@@ -71,7 +82,7 @@ def decode_block(
         if into is None:
             targets, refs = jax.tree.unflatten(results_tree, refs[: len(types)]), refs[len(types) :]
         ops = jax.tree.unflatten(tree, inputs)._replace(key=operands.key, value=operands.value, counts=operands.counts)
-        _run(Program(plan, ops, targets, Scratch(*refs), None if steps is None else range(*steps)))
+        _run(Program(plan, ops, targets, Scratch(*refs), only))
 
     run = plgpu.kernel(
         body,
@@ -114,14 +125,8 @@ def _run(p: Program) -> None:
     """What each warpgroup of a program does."""
     pl.when(p.group == GROUPS)(lambda: copy_weights(p))
     pl.when(p.group == GROUPS + 1)(lambda: copy_rows(p))
-    pl.when(p.group < GROUPS)(lambda: _compute(p))
 
-
-def _compute(p: Program) -> None:
-    for number in range(len(p.plan.products)):
-        if 2 * number in p.steps:
-            multiply(p, number)
-            p.arrive(2 * number)
-        if 2 * number + 1 in p.steps:
-            small_work(p, number)
-            p.arrive(2 * number + 1)
+    @pl.when(p.group < GROUPS)
+    def _compute() -> None:
+        for number in p.runs:
+            multiply(p, number, functools.partial(finish, p, number))

@@ -18,7 +18,7 @@ MAX_ROWS = 16
 ROWS_MULTIPLE = 8  # of the tokens' side of a matrix product
 TOGETHER = 4  # rows that a warpgroup does small work on, one in each warp
 COLUMNS = 128  # that it does at once
-COUNTS = (8, 32)  # meeting points, and int32 numbers between their counts: each has its line of memory
+COUNTS = (len(PRODUCTS), 512)  # of each product, int32 numbers for its sets of tiles
 SHARED_BYTES = 227 * 1024  # of a thread block at most
 HEAD_SIZES = (64, 128, 256)
 
@@ -63,6 +63,12 @@ class BlockShape:
             "qkv": (self.hidden, K * (G + 2) * H),
         }
         return sizes[product]
+
+    def split(self, product: str, config: "BlockConfig") -> Split:
+        """How a product is shared out."""
+        together = {"gate_up": 2, "qkv": cdiv(self.heads.H, BLOCK_OUTPUTS)}.get(product, 1)
+        sizes = *self.matrix(product), config.block_inputs, config.programs
+        return Split(*sizes, together, apart=product == "gate_up")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +131,7 @@ class BlockPlan:
 
     def split(self, product: str) -> Split:
         """How a product is shared out."""
-        return Split(*self.shape.matrix(product), self.config.block_inputs, self.config.programs)
+        return self.shape.split(product, self.config)
 
     @property
     def padded(self) -> int:
@@ -172,7 +178,7 @@ class BlockOperands(NamedTuple):
       bias: [K (G + 2) H].
       head_scales: of queries and of keys, [H].
       key, value: references to a layer of a cache, [leads, slots, K, H].
-      counts: a reference to int32 `COUNTS`, zeros at first, and the same for all calls of a step.
+      counts: a reference to int32 `COUNTS`, zeros before the first call of a step, and the same for all its calls.
     """
 
     x: Any
@@ -218,7 +224,9 @@ def refusals(
         whole = inputs % config.block_inputs == 0 and outputs % BLOCK_OUTPUTS == 0
         multiples = f"multiples of {config.block_inputs} inputs and {BLOCK_OUTPUTS} outputs"
         rules.append((not whole, f"takes {multiples}, not a product {product} of {inputs} x {outputs}"))
-        units = inputs // config.block_inputs * (outputs // BLOCK_OUTPUTS)
-        few = f"shares {units} blocks of the product {product} among no more programs than that, not {config.programs}"
-        rules.append((whole and units < config.programs, few))
+        split = shape.split(product, config)
+        shared = f"shares {split.units} blocks of the product {product} among no more programs than that"
+        rules.append((whole and split.units < config.programs, f"{shared}, not {config.programs}"))
+        counted = f"counts {COUNTS[1]} sets of tiles of a product, not {split.sets} of {product}"
+        rules.append((whole and split.sets > COUNTS[1], counted))
     return tuple(reason for refused, reason in rules if refused)

@@ -4,6 +4,8 @@ A product of few rows with a large matrix is as fast as the matrix can be read. 
 `block_inputs` x `BLOCK_OUTPUTS` weights, that lie in one line, down the inputs of one tile of outputs after the other.
 Every program takes an equal run of that line, so a tile may be summed by several programs: the part of program p of
 tile t lies in place p + t, which no two parts share. Whoever reads the product adds up the parts of a tile in order.
+
+Tiles form sets, whose small work is done at once: a gate and what it gates, the tiles of a head, or one tile.
 """
 
 import dataclasses
@@ -23,12 +25,16 @@ class Split:
       inputs, outputs: of the matrix, multiples of those of a unit.
       block_inputs: of a unit.
       programs: thread blocks that share the work, at most as many as there are units.
+      together: tiles of a set.
+      apart: whether those of a set lie as far apart as there are sets; they are neighbours otherwise.
     """
 
     inputs: int
     outputs: int
     block_inputs: int
     programs: int
+    together: int = 1
+    apart: bool = False
 
     @property
     def blocks(self) -> int:
@@ -39,6 +45,11 @@ class Split:
     def tiles(self) -> int:
         """Tiles of outputs."""
         return self.outputs // BLOCK_OUTPUTS
+
+    @property
+    def sets(self) -> int:
+        """Sets of tiles."""
+        return self.tiles // self.together
 
     @property
     def units(self) -> int:
@@ -58,8 +69,26 @@ class Split:
     @property
     def most_parts(self) -> int:
         """The most programs that share a tile."""
-        unit = np.arange(self.tiles) * self.blocks
-        return int((self.program_of(unit + self.blocks - 1) - self.program_of(unit)).max()) + 1
+        first, last = self.programs_of(np.arange(self.tiles))
+        return int((last - first).max()) + 1
+
+    def set_of(self, tile: Any, div: Any = np.floor_divide) -> Any:
+        """The set that a tile belongs to; `div` as in `program_of`."""
+        return tile - div(tile, self.sets) * self.sets if self.apart else div(tile, self.together)
+
+    def tiles_of(self, number: Any) -> list[Any]:
+        """The tiles of a set."""
+        return [number + i * self.sets if self.apart else number * self.together + i for i in range(self.together)]
+
+    def parts_of(self, number: Any, div: Any = np.floor_divide) -> Any:
+        """How many parts the tiles of a set have; `div` as in `program_of`."""
+        spans = [self.programs_of(tile, div) for tile in self.tiles_of(number)]
+        return sum(last - first + 1 for first, last in spans)
+
+    def programs_of(self, tile: Any, div: Any = np.floor_divide) -> tuple[Any, Any]:
+        """The first and the last program that sum up a tile; `div` as in `program_of`."""
+        unit = tile * self.blocks
+        return self.program_of(unit, div), self.program_of(unit + (self.blocks - 1), div)
 
     def program_of(self, unit: Any, div: Any = np.floor_divide) -> Any:
         """The program that a unit belongs to.

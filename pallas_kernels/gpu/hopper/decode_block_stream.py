@@ -5,6 +5,7 @@ more than one.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.hopper import decode_block_grid as grid
 from pallas_kernels.gpu.hopper.attention_decode_work import div, rem
-from pallas_kernels.gpu.hopper.decode_block_config import ROWS_MULTIPLE, BlockOperands, BlockPlan
+from pallas_kernels.gpu.hopper.decode_block_config import PRODUCTS, ROWS_MULTIPLE, BlockOperands, BlockPlan
 from pallas_kernels.gpu.hopper.decode_block_split import BLOCK_OUTPUTS, Split
 from pallas_kernels.gpu.memory import store
 
@@ -66,36 +67,26 @@ class Program:
       ops: what it reads.
       out: what it writes.
       scratch: its shared memory.
-      steps: of the 2 * products halves, those that it does; None for all of them. Programs meet only then.
+      only: the one product that it does; None for all of them.
     """
 
-    def __init__(
-        self, plan: BlockPlan, ops: BlockOperands, out: Buffers, scratch: Scratch, steps: range | None
-    ) -> None:
+    def __init__(self, plan: BlockPlan, ops: BlockOperands, out: Buffers, scratch: Scratch, only: int | None) -> None:
         self.plan, self.ops, self.out, self.scratch = plan, ops, out, scratch
-        self.meets = steps is None
-        self.steps = range(2 * len(plan.products)) if steps is None else steps
         self.program, self.group = lax.axis_index("program"), lax.axis_index("group")
         self.splits = plan.splits
         self.runs: dict[int, Run] = {}
         done, programs = jnp.int32(0), plan.config.programs
         for number, split in enumerate(self.splits):
-            if 2 * number in self.steps:
+            if only in (None, number):
                 rank = rem(self.program + (programs - plan.rotation(number)), programs)
                 begin, units = _share(split, rank)
                 self.runs[number] = Run(begin, units, done, rank)
                 done = done + units
         self.units = done
 
-    def arrive(self, step: int) -> None:
-        """Say that this warpgroup has done a step."""
-        if self.meets:
-            grid.arrive(self.plan, self.ops.counts, step)
-
-    def wait(self, step: int) -> None:
-        """Wait until all programs have done a step."""
-        if self.meets:
-            grid.wait(self.plan, self.ops.counts, step)
+    def words(self, number: int) -> Any:
+        """Those of a product's sets of tiles, wherever a call begins."""
+        return self.ops.counts.at[PRODUCTS.index(self.plan.products[number])]
 
 
 # Copying.
@@ -137,16 +128,22 @@ def copy_rows(p: Program) -> None:
     """Copy what the blocks are multiplied with, once it is there."""
     stages = p.plan.config.stages
     for number, run in p.runs.items():
-        if number:
-            p.wait(2 * number - 1)
         end = run.done + run.units
-        fresh = jnp.clip(stages, run.done, end)
-        pl.loop(run.done, fresh)(functools.partial(_copy_some_rows, p, number))
 
-        @pl.loop(fresh, end)
-        def _refill(index: Array, number: int = number) -> None:
-            plgpu.barrier_wait(p.scratch.free.at[rem(index, stages)])
+        def one(index: Array, there: Array, number: int = number, end: Array = end) -> Array:
+            if number:
+                there = lax.cond(index < there, lambda: there, lambda: index + _look(p, number, index, end - index))
+            pl.when(index >= stages)(lambda: plgpu.barrier_wait(p.scratch.free.at[rem(index, stages)]))
             _copy_some_rows(p, number, index)
+            return there
+
+        lax.fori_loop(run.done, end, one, run.done)
+
+
+def _look(p: Program, number: int, index: Array, most: Array) -> Array:
+    """Wait for the rows of a unit; for how many of at most so many from there on they have come."""
+    split, run = p.splits[number], p.runs[number]
+    return grid.look(p.words(number - 1), split, rem(run.begin + index - run.done, split.blocks), most)
 
 
 def _copy_some_rows(p: Program, number: int, index: Array) -> None:
@@ -164,13 +161,13 @@ def _copy_some_rows(p: Program, number: int, index: Array) -> None:
 # Multiplying.
 
 
-def multiply(p: Program, number: int) -> None:
-    """Sum up the units of a product's run, tile by tile."""
+def multiply(p: Program, number: int, finish: Callable[[Array], None]) -> None:
+    """Sum up the units of a product's run, tile by tile, and `finish` the sets of tiles that this completes."""
     run = p.runs[number]
-    lax.while_loop(lambda done: done < run.units, lambda done: _tile(p, number, done), jnp.int32(0))
+    lax.while_loop(lambda done: done < run.units, lambda done: _tile(p, number, finish, done), jnp.int32(0))
 
 
-def _tile(p: Program, number: int, done: Array) -> Array:
+def _tile(p: Program, number: int, finish: Callable[[Array], None], done: Array) -> Array:
     """Sum up the units of one tile, from unit `done` of the run on; returns how many are done."""
     split, run, stages = p.splits[number], p.runs[number], p.plan.config.stages
     tile = div(run.begin + done, split.blocks)
@@ -198,6 +195,9 @@ def _tile(p: Program, number: int, done: Array) -> Array:
     release(index + units - 1)
     target = p.out.parts[number].at[run.rank + tile, :, mine].transpose((1, 0))
     store(target, plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED))
+    tiles = split.set_of(tile, div)
+    last = grid.arrive(p.words(number).at[tiles], split.parts_of(tiles, div))
+    pl.when(last > 0)(lambda: finish(tiles))
     return done + units
 
 

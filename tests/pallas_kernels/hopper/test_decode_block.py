@@ -1,6 +1,6 @@
-"""The Hopper kernel between two attentions without a GPU: its halves interpreted one by one, and lowered as one.
+"""The Hopper kernel between two attentions without a GPU: its products interpreted one by one, and lowered as one.
 
-Programs cannot meet in the interpreter, so every half of a product's work is a launch of its own there.
+Programs run one after the other in the interpreter, so every product is a launch of its own there.
 """
 
 from types import ModuleType
@@ -13,6 +13,7 @@ import pytest
 
 from pallas_kernels.gpu.hopper import decode_block as module
 from pallas_kernels.gpu.hopper import decode_block_phases as phases
+from pallas_kernels.gpu.hopper import decode_block_stream as stream
 from pallas_kernels.gpu.hopper.decode_block_config import (
     COUNTS,
     PRODUCTS,
@@ -27,7 +28,7 @@ from pallas_kernels.gpu.hopper.decode_block_config import (
 )
 from pallas_kernels.gpu.hopper.decode_block_split import Split
 from tests.mutants import mutant
-from tests.pallas_kernels.hopper.interpreter import interpreted
+from tests.pallas_kernels.hopper.decode_block_words import words_interpreted
 
 SLOTS = 8
 
@@ -51,6 +52,7 @@ CASES = {
     "the first call": Case(BlockShape(1, 256, 128, Heads(2, 1, 64)), products=("qkv",)),
     "three rows": Case(BlockShape(3, 256, 384, Heads(1, 2, 128))),
     "nine rows, all options": Case(BlockShape(9, 256, 256, Heads(2, 1, 64)), options=True),
+    "heads of two tiles": Case(BlockShape(5, 256, 128, Heads(1, 1, 256)), options=True),
     "the last call": Case(BlockShape(2, 256, 256, Heads(1, 1, 128)), products=PRODUCTS[:3]),
 }
 
@@ -89,23 +91,23 @@ def operands(case: Case) -> tuple[BlockOperands, jax.Array, jax.Array]:
     return given, normal(2, SLOTS, K, H), normal(2, SLOTS, K, H)
 
 
-def interpret(case: Case, kernel: ModuleType) -> dict[str, Any]:
-    """What the halves of a call leave behind, in memory that is full of NaN at first."""
+def interpret(case: Case, kernel: ModuleType, calls: int) -> dict[str, Any]:
+    """What the last of some calls with the same counts leaves behind, each in memory that is full of NaN at first."""
     given, key, value = operands(case)
     shapes = kernel.buffers(case.plan, jnp.bfloat16)
-    state: Any = (jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), shapes), key, value)
-    for step in range(2 * len(case.products)):
+    counts = jnp.zeros(COUNTS, jnp.int32)
+    for number in range(calls * len(case.products)):
+        product = number % len(case.products)
+        if product == 0:
+            out = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), shapes)
 
-        def run(state: Any, step: int = step) -> Any:
-            into, key, value = jax.tree.map(jax.new_ref, state)
-            counts = jax.new_ref(jnp.zeros(COUNTS, jnp.int32))
-            refs = given._replace(key=key, value=value, counts=counts)
-            kernel.decode_block(case.plan, refs, (step, step + 1), into)
-            return jax.tree.map(jax.freeze, (into, key, value))
+        def run(state: Any, product: int = product) -> Any:
+            into, key, value, counts = refs = jax.tree.map(jax.new_ref, state)
+            kernel.decode_block(case.plan, given._replace(key=key, value=value, counts=counts), product, into)
+            return jax.tree.map(jax.freeze, refs)
 
-        with interpreted():
-            state = jax.jit(run)(state)
-    out, key, value = state
+        with words_interpreted():
+            out, key, value, counts = jax.jit(run)((out, key, value, counts))
     found = {"residual": out.residual, "query": out.query}
     found |= {"key": key, "value": value} if "qkv" in case.products else {}
     return {name: x for name, x in found.items() if x is not None}
@@ -146,9 +148,9 @@ def expected(case: Case) -> dict[str, Any]:
     return found | new | {"query": turned[:, :, :G].reshape(rows, K * G, H)}
 
 
-def check(case: Case, kernel: ModuleType = module) -> None:
+def check(case: Case, kernel: ModuleType = module, calls: int = 1) -> None:
     assert not refusals(case.shape, case.config, "bfloat16")
-    want, got = expected(case), interpret(case, kernel)
+    want, got = expected(case), interpret(case, kernel, calls)
     assert got.keys() == want.keys()
     for name, x in want.items():
         own = wide(got[name])[: case.shape.rows] if name == "residual" else wide(got[name])
@@ -167,19 +169,45 @@ def test_a_whole_call() -> None:
 
 
 @pytest.mark.slow
+def test_calls_of_a_step_share_their_counts() -> None:
+    check(CASES["three rows"], calls=3)
+
+
+def wrong(place: ModuleType, old: str, new: str) -> ModuleType:
+    """The kernel with an edit in one of the modules that do its work."""
+    edited = mutant(place, (old, new))
+    names = ("finish",) if place is phases else ("copy_rows", "multiply")
+    return mutant(module, **{name: getattr(edited, name) for name in names})
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("place", "old", "new"),
     [
-        ("before.astype(jnp.float32) + product", "product"),  # the residual is left out
-        ("jnp.minimum(first + i, last) + tile", "first + tile"),  # one part of a tile is read for all
-        ("parts[0] * cos - parts[1] * sin", "parts[0] * cos + parts[1] * sin"),
-        ("earlier - 1]", "0]"),  # the factor of the norm before, for the second
+        (phases, "before.astype(jnp.float32) + product", "product"),  # the residual is left out
+        (phases, "jnp.minimum(first + i, last) + tile", "first + tile"),  # one part of a tile is read for all
+        (phases, "parts[0] * cos - parts[1] * sin", "parts[0] * cos + parts[1] * sin"),
+        (phases, "earlier - 1]", "0]"),  # the factor of the norm before, for the second
+        (stream, "split.parts_of(tiles, div))", "split.parts_of(tiles, div) - 1)"),  # summed before its last part
+        (phases, "(place - 2,) if number > 1 else ()", "()"),  # words of the call before say that all is done
     ],
 )
-def test_a_wrong_kernel_is_noticed(old: str, new: str) -> None:
-    wrong = mutant(phases, (old, new))
+def test_a_wrong_kernel_is_noticed(place: ModuleType, old: str, new: str) -> None:
     with pytest.raises(AssertionError):
-        check(CASES["three rows"], mutant(module, small_work=wrong.small_work))
+        check(CASES["three rows"], wrong(place, old, new), calls=2 if "place" in old else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "old", "new"),
+    [
+        (stream, "split.parts_of(tiles, div))", "split.parts_of(tiles, div) + 1)"),  # nobody comes last
+        (phases, "grid.tell(p.words(number).at[tiles])", "grid.tell(p.words(number).at[0])"),
+    ],
+)
+def test_a_kernel_that_would_wait_for_ever_is_noticed(place: ModuleType, old: str, new: str) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match="rows are looked for that never come"):
+        check(CASES["three rows"], wrong(place, old, new))
 
 
 def lowered(case: Case) -> str:
@@ -218,6 +246,18 @@ def test_every_unit_has_one_program_and_every_part_a_place(inputs: int, outputs:
     parts = set(zip(owner.tolist(), tile.tolist(), strict=True))
     assert len({program + tile for program, tile in parts}) == len(parts) <= split.places
     assert split.most_parts == max(np.unique(owner[tile == t]).size for t in range(split.tiles))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_every_tile_is_in_one_set_with_all_its_parts(apart: bool) -> None:
+    split = Split(512, 1024, 128, 5, together=2, apart=apart)
+    tiles = [split.tiles_of(number) for number in range(split.sets)]
+    assert sorted(tile for those in tiles for tile in those) == list(range(split.tiles))
+    assert all(split.set_of(tile) == number for number, those in enumerate(tiles) for tile in those)
+    assert tiles[1] == ([1, 5] if apart else [2, 3])
+    assert sum(map(split.parts_of, range(split.sets))) == len(
+        {(int(split.program_of(unit)), unit // split.blocks) for unit in range(split.units)}
+    )
 
 
 def test_programs_that_do_one_more_take_turns() -> None:
@@ -267,6 +307,8 @@ def test_what_the_kernel_does_not_take() -> None:
         "not a product out of 192 x 4096",
     ):
         assert reason in reasons
+    wide = BlockShape(1, 4096, 2**16 + 128, Heads(8, 4, 128))
+    assert "counts 512 sets of tiles of a product, not 513 of gate_up" in refusals(wide, BlockConfig(132), "bfloat16")
     small = BlockShape(1, 512, 1024, Heads(1, 4, 128))
     (few,) = [line for line in refusals(small, BlockConfig(132), "bfloat16") if "product out" in line]
     assert few == "shares 16 blocks of the product out among no more programs than that, not 132"
