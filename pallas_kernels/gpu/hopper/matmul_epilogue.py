@@ -2,10 +2,11 @@
 
     phi(x W + b), or phi(x W_g + b_g) * (x W + b); + residual                              (section 33.4)
 
-One warpgroup of a thread block copies blocks of x and w into a ring of stages; the others multiply, 64 rows each, and
+One warp of a thread block copies blocks of x and w into a ring of stages; two warpgroups multiply, 64 rows each, and
 share the columns. A thread block works on one tile after another, and its copies run ahead into the next tile. While
 one computing warpgroup finishes a tile, the other has the matrix units for itself as long as the ring lasts: that is
-why the tail is kept short. Tiles that would leave most thread blocks without work at the end are cut into narrow ones.
+why the tail is kept short, and biases are made ready for it while products run. Tiles that would leave most thread
+blocks without work at the end are cut into narrow ones.
 """
 
 import functools
@@ -67,6 +68,7 @@ def matmul_epilogue(
     reasons = config.refusals(shape)
     if reasons:
         raise ValueError("; ".join(reasons))
+    bias, gate_bias = (_whole_tiles(b, config.block_n) for b in (bias, gate_bias))
     operands = _Operands(x, w.reshape(K, -1), bias, gate, gate_bias, residual)
     names = tuple(name for name, operand in operands._asdict().items() if operand is not None)
     kernel = _Kernel(shape, config, activation)
@@ -108,12 +110,11 @@ class _Memory(NamedTuple):
     gate: Any
     out: Any  # [warpgroups, slots, 64, 64]
     residual: Any  # [warpgroups, 64, 64]
-    bias: Any  # [warpgroups, block_n]
+    bias: Any  # [warpgroups, block_n], in float32
     gate_bias: Any
     full: Any
     free: Any
     residual_full: Any
-    bias_full: Any
 
 
 class _Tile(NamedTuple):
@@ -139,8 +140,7 @@ class _Kernel:
         w: Any = _tiled((c.stages, LANES, c.block_n), dtype)
         if self.deal.cut > 1:
             w = plgpu.RefUnion(w, _tiled((c.stages, self.deal.cut, LANES, c.block_n // self.deal.cut), dtype))
-        biases = [b if b is None else plgpu.SMEM((WARPGROUPS, c.block_n), b.dtype) for b in operands.biases]
-        given = sum(b is not None for b in biases)
+        biases = [b if b is None else plgpu.SMEM((WARPGROUPS, c.block_n), jnp.float32) for b in operands.biases]
         return [
             _tiled((c.stages, BLOCK_M, LANES), dtype),
             w,
@@ -151,7 +151,6 @@ class _Kernel:
             plgpu.Barrier(num_barriers=c.stages, num_arrivals=1 + self.shape.products),
             plgpu.Barrier(num_barriers=c.stages, num_arrivals=WARPGROUPS),
             None if residual is None else plgpu.Barrier(num_barriers=WARPGROUPS),
-            plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=given) if given else None,
         ]
 
     def body(self, names: tuple[str, ...], *refs: Any) -> None:
@@ -169,7 +168,8 @@ class _Kernel:
         @pl.when(warpgroup == WARPGROUPS)
         def _copy() -> None:
             plgpu.set_max_registers(copying, action="decrease")
-            self._copy(inputs, memory)
+            # Of one warp: the other three would wait and arrive at every barrier of the ring for nothing.
+            plgpu.warp_map(lambda warp: pl.when(warp == 0)(lambda: self._copy(inputs, memory)))
 
     def _each_tile(self, step: Any, carry: Any) -> Any:
         """carry = step(tile, carry) for each tile of this thread block."""
@@ -198,7 +198,7 @@ class _Kernel:
         return _Tile(row * BLOCK_M, column * c.block_n, c.block_n)
 
     def _copy(self, inputs: _Operands, memory: _Memory) -> None:
-        """The copying warpgroup: blocks of x and w as stages become free."""
+        """The copying warp: blocks of x and w as stages become free."""
         stages = self.config.stages
         sources = weights_and_columns(inputs.w, inputs.gate, self.shape)
 
@@ -241,17 +241,22 @@ class _Kernel:
 
         def tile_step(tile: _Tile, slot: Any) -> Any:
             tile = tile._replace(row=tile.row + w * TILE)
-            self._copy_biases(inputs, memory, tile, w)
             self._copy_residual(inputs, memory, tile, w, 0)
-            sums, slot = self._multiply(memory, w, tile, slot)
+            biases = self._load_biases(inputs, tile)
+            sums, slot = self._multiply(memory, w, tile, slot, lambda: self._keep_biases(memory, tile, w, biases))
             self._finish(inputs, result, memory, tile, w, sums)
             return slot
 
         self._each_tile(tile_step, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
-    def _multiply(self, memory: _Memory, w: Any, tile: _Tile, slot: Any) -> tuple[tuple[Array, ...], Any]:
-        """The sums of a tile, one for each product; the contraction starts at stage `slot`."""
+    def _multiply(
+        self, memory: _Memory, w: Any, tile: _Tile, slot: Any, meanwhile: Any
+    ) -> tuple[tuple[Array, ...], Any]:
+        """The sums of a tile, one for each product; the contraction starts at stage `slot`.
+
+        `meanwhile` is done when the first products are on their way.
+        """
         c, products = self.config, self.shape.products
         rows = pl.ds(w * TILE, TILE)
 
@@ -268,7 +273,9 @@ class _Kernel:
                 plgpu.barrier_arrive(memory.free.at[_before(slot, c.stages)])
                 return following
 
-            slot_now = lax.fori_loop(1, self.steps, step, multiply(slot))
+            second = multiply(slot)
+            meanwhile()
+            slot_now = lax.fori_loop(1, self.steps, step, second)
             values = tuple(accumulator[...] for accumulator in accumulators)
             plgpu.barrier_arrive(memory.free.at[_before(slot_now, c.stages)])
             return values, slot_now
@@ -282,8 +289,6 @@ class _Kernel:
         spans = [slice(start, start + LANES) for start in range(0, tile.width, LANES)]
         # Two at a time meet half as many barriers; but the last ones are not to be all there is.
         together = 2 if inputs.residual is None and len(spans) == 4 else 1
-        if memory.bias_full is not None:
-            plgpu.barrier_wait(memory.bias_full.at[w])
         for i in range(0, len(spans), together):
             ys = [self._tail(memory, w, sums, span) for span in spans[i : i + together]]
             if inputs.residual is not None:
@@ -303,18 +308,33 @@ class _Kernel:
     def _tail(self, memory: _Memory, w: Any, sums: tuple[Array, ...], span: slice) -> Array:
         """Biases, activation and gate of a piece; the activation takes half of the last of the sums."""
         zs = [
-            _biased(total[:, span], biases, w, span, 0.5 if self.activate and total is sums[-1] else 1.0)
-            for total, biases in zip(sums, (memory.bias, memory.gate_bias), strict=False)
+            _biased(total[:, span], biases, w, span, self._factor(i))
+            for i, (total, biases) in enumerate(zip(sums, (memory.bias, memory.gate_bias), strict=False))
         ]
         last = zs[-1] if self.activate is None else self.activate(zs[-1])
         return last if len(zs) == 1 else last * zs[0]
 
-    def _copy_biases(self, inputs: _Operands, memory: _Memory, tile: _Tile, w: Any) -> None:
-        """Start the copies of the biases of a tile."""
-        for bias, place in zip(inputs.biases, (memory.bias, memory.gate_bias), strict=True):
+    def _factor(self, product: int) -> float:
+        """What the sums of a product are multiplied by: an activation acts on half of the last ones."""
+        return 0.5 if self.activate and product == self.shape.products - 1 else 1.0
+
+    def _load_biases(self, inputs: _Operands, tile: _Tile) -> list[Array | None]:
+        """The biases of a tile, on their way to registers."""
+        per_thread = tile.width // 128
+        layout = plgpu.Layout.WG_STRIDED((tile.width,), vec_size=per_thread) if tile.width % 128 == 0 else COLUMN
+        columns = pl.ds(tile.column, tile.width)
+        return [
+            None if bias is None else plgpu.load(bias.at[columns], layout=layout, optimized=False)
+            for bias in inputs.biases
+        ]
+
+    def _keep_biases(self, memory: _Memory, tile: _Tile, w: Any, biases: list[Array | None]) -> None:
+        """Put the biases where the tail finds them: in float32, and times the factor of their sums."""
+        for i, (bias, place) in enumerate(zip(biases, (memory.bias, memory.gate_bias), strict=True)):
             if bias is not None:
-                source = bias.at[pl.ds(tile.column, tile.width)]
-                plgpu.copy_gmem_to_smem(source, place.at[w, : tile.width], memory.bias_full.at[w])
+                place[w, : tile.width] = self._factor(i) * bias.astype(jnp.float32)
+        if any(bias is not None for bias in biases):
+            plgpu.commit_smem()
 
     def _copy_residual(self, inputs: _Operands, memory: _Memory, tile: _Tile, w: Any, i: int) -> None:
         """Start the copy of piece i of the residual."""
@@ -328,8 +348,13 @@ def _biased(total: Array, biases: Any, w: Any, span: slice, factor: float) -> Ar
     z = total if factor == 1 else factor * total
     if biases is None:
         return z
-    bias = plgpu.load(biases.at[w, span], layout=COLUMN, optimized=False).astype(jnp.float32)
-    return z + lax.broadcast_in_dim(bias if factor == 1 else factor * bias, z.shape, (1,))
+    bias = plgpu.load(biases.at[w, span], layout=COLUMN, optimized=False)
+    return z + lax.broadcast_in_dim(bias, z.shape, (1,))
+
+
+def _whole_tiles(bias: Array | None, block_n: int) -> Array | None:
+    """A bias as long as the tiles, which are not cut off where it is loaded."""
+    return bias if bias is None or bias.size % block_n == 0 else jnp.pad(bias, (0, -bias.size % block_n))
 
 
 def _before(slot: Any, stages: int) -> Any:

@@ -157,6 +157,13 @@ def test_the_gate_on_the_wrong_product_is_noticed() -> None:
         assert_rounded_once(result(case, wrong.matmul_epilogue), case)
 
 
+def test_a_bias_that_is_not_halved_with_its_sums_is_noticed() -> None:
+    wrong = mutant(module, ("self._factor(i) * bias.astype", "bias.astype"))
+    case = CASES["narrow tiles at the end"]
+    with pytest.raises(AssertionError):
+        assert_rounded_once(result(case, wrong.matmul_epilogue), case)
+
+
 @pytest.mark.slow
 def test_the_bias_of_another_piece_is_noticed() -> None:
     wrong = mutant(module, ("biases.at[w, span]", "biases.at[w, : span.stop - span.start]"))
