@@ -131,7 +131,7 @@ def test_a_gate_beside_what_it_gates_is_read_where_it_lies(rows):
 
 
 @pytest.mark.skipif("not hopper()")
-@pytest.mark.parametrize(("rows", "name"), [(8, "unfused"), (16, "hopper"), (256, "hopper")])
+@pytest.mark.parametrize(("rows", "name"), [(16, "unfused"), (192, "unfused"), (256, "hopper")])
 def test_a_gated_product_is_computed_by_whom_its_plan_names(rows, name):
     """Equal to the product that is rounded before its activation, to two roundings of it."""
 

@@ -115,8 +115,8 @@ def test_tokens_of_the_wrong_rank_are_refused() -> None:
 def test_the_plan_says_who_computes_the_gated_product() -> None:
     large = dataclasses.replace(example("llama")[0], hidden_size=4096, intermediate_size=14336)
     plan = functools.partial(models.plan_mlp, large, device="NVIDIA H200")
-    chosen = {rows: plan(rows, jnp.bfloat16).forward for rows in (1, 16, 8192)}
-    assert chosen == {1: "unfused", 16: "hopper", 8192: "hopper"}
+    chosen = {rows: plan(rows, jnp.bfloat16).forward for rows in (1, 192, 8192)}
+    assert chosen == {1: "unfused", 192: "unfused", 8192: "hopper"}
     assert "gated product on NVIDIA H200: [16, 4096] x [4096, 2, 14336] bfloat16, silu" in str(plan(16, jnp.bfloat16))
     assert "not hopper: computes in bfloat16 or float16, not in float32" in str(plan(16))
     assert plan(1, jnp.bfloat16, gated_product="hopper").forward == "hopper"

@@ -16,8 +16,11 @@ MOST_SUMS = 128  # float32 sums of one thread: registers for two such warpgroups
 REGISTERS = (240, 24)  # of a thread that computes and of one that copies, which together fill the multiprocessor
 FULL = 0.8  # of the multiprocessors with a tile: then larger tiles are better than more of them
 BUSY = 0.5  # of the multiprocessors with a tile: below that XLA is faster
-PAIR = (4096, 14336)  # K and N at which a gate beside what it gates was measured
-PAIR_ROWS = 16  # the fewest rows of that
+PAIR = (1024, 3072)  # the smallest K and N at which a gate beside what it gates was measured
+PAIR_MOST = (8192, 28672)  # the largest where there are many rows
+PAIR_MOST_OF_FEW = (2048, 8192)  # the largest at which the kernel for few rows was faster
+PAIR_ROWS = 8  # the fewest rows of that
+PADDED = 1.03  # rows of the tiles for each row that there is, at most: what is multiplied in vain has to be won first
 
 
 class MatmulShape(NamedTuple):
@@ -219,8 +222,10 @@ def passed_over(shape: MatmulShape, programs: int = 132) -> str | None:
 def unmeasured_pair(rows: int, inputs: int, outputs: int) -> str | None:
     """Why one product of a gate and what it gates, [K, 2, N], and then its activation, are left to XLA.
 
-    At 16, 256 and 8192 rows of 4096 x 14336 in bfloat16 with SiLU the kernels were 1.03, 1.07 and 1.07 times as fast
-    (H200). That is taken to hold for more rows, and for sizes from half of these to twice.
+    In bfloat16 with SiLU (H200) tiles full of rows were 1.01 to 1.33 times as fast as XLA, from 128 rows on and from
+    1024 x 3072 to 8192 x 28672; 192 and 264 rows, which tiles make 256 and 384, only 0.85 and 0.79 times. From 8 to 64
+    rows it was 1.11 to 1.31 times up to 2048 x 8192, and 0.98 to 1.03 times from 4096 x 12288 on. That is taken to
+    hold between the sizes that were measured, and for rows that nearly fill their tiles.
 
     Args:
       rows, inputs, outputs: M, K and N.
@@ -229,7 +234,12 @@ def unmeasured_pair(rows: int, inputs: int, outputs: int) -> str | None:
       The reason; None where the kernels are known to be faster.
     """
     if rows < PAIR_ROWS:
-        return f"was measured from {PAIR_ROWS} rows on, not for {rows}"
-    if all(size <= 2 * known and known <= 2 * size for size, known in zip((inputs, outputs), PAIR, strict=True)):
-        return None
-    return f"was measured for {PAIR[0]} x {PAIR[1]}, which says nothing of {inputs} x {outputs}"
+        return f"was measured to be faster from {PAIR_ROWS} rows on, not for {rows}"
+    few, padded = rows <= TILE, round_up(rows, BLOCK_M)
+    most = PAIR_MOST_OF_FEW if few else PAIR_MOST
+    if not all(low <= size <= high for low, size, high in zip(PAIR, (inputs, outputs), most, strict=True)):
+        sizes = f"from {PAIR[0]} x {PAIR[1]} to {most[0]} x {most[1]}"
+        return f"was measured to be faster {sizes} with {rows} rows, not for {inputs} x {outputs}"
+    if not few and padded > PADDED * rows:
+        return f"works on whole tiles of {BLOCK_M} rows, {padded} where there are {rows}"
+    return None
