@@ -1,8 +1,7 @@
 """Calls of attention that experiments time, their operands, and the float32 results that they are checked against."""
 
-import concurrent.futures
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,10 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from flashspec.attention import dot_product_attention
-from flashspec.measure import Call
 
 CLOSE = 1e-2  # relative distance of a result in bfloat16 from one in float32
-WORKERS = 8  # programs that are compiled at once, which leaves no meaning to the time that each takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,26 +115,3 @@ def _distances(got: list[jax.Array], want: list[jax.Array]) -> list[jax.Array]:
 def distance(got: list[Any], want: list[Any]) -> float:
     """The largest relative distance of a pair of arrays in the Euclidean norm; NaN where there is one."""
     return float(np.max(np.asarray(_distances(got, want))))
-
-
-def compile_together[Name](
-    builders: Mapping[Name, Callable[[], Call]], workers: int = WORKERS
-) -> tuple[dict[Name, Call], dict[Name, str]]:
-    """Compile several calls at once.
-
-    Args:
-      builders: name -> makes the compiled call.
-      workers: how many at a time.
-
-    Returns:
-      The calls, and for those that cannot be compiled the reason, both by name.
-    """
-    calls, failed = {}, {}
-    with concurrent.futures.ThreadPoolExecutor(max(1, workers)) as pool:
-        waiting = {name: pool.submit(build) for name, build in builders.items()}
-        for name, one in waiting.items():
-            try:
-                calls[name] = one.result()
-            except Exception as error:  # whatever stops another library, or settings that nobody has tried
-                failed[name] = f"{type(error).__name__}: {str(error)[:200]}"
-    return calls, failed

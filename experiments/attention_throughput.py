@@ -15,7 +15,6 @@ from experiments import attention_peers
 from experiments.attention_cases import (
     CLOSE,
     Case,
-    compile_together,
     distance,
     forward,
     gradients,
@@ -24,6 +23,7 @@ from experiments.attention_cases import (
     ours,
     part,
 )
+from experiments.compilation import build_those_that_can
 from experiments.harness import Job
 from flashspec.attention import Ampere, AttentionPlan, Hopper, plan_attention
 from flashspec.measure import Interleaved, checked, compile_call, interleaved
@@ -267,7 +267,7 @@ def measure(job: Job, case: Case, direction: str, field: Field = ALL, *, determi
     builders = {
         name: functools.partial(compile_call, program(attend, case), *arrays) for name, attend in attends.items()
     }
-    calls, failed = compile_together(builders)
+    calls, failed = build_those_that_can(builders)
     want, right = oracle(case, program, arrays), {}
     for name, call in calls.items():
         try:

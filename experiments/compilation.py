@@ -1,6 +1,7 @@
 """Programs that are compiled side by side: a compiler waits for one thread most of the time."""
 
 import concurrent.futures
+import functools
 import os
 from collections.abc import Callable, Mapping
 
@@ -12,3 +13,19 @@ def build_all[Name, Made](builders: Mapping[Name, Callable[[], Made]], workers: 
     with concurrent.futures.ThreadPoolExecutor(max(1, workers)) as pool:
         waiting = {name: pool.submit(build) for name, build in builders.items()}
         return {name: one.result() for name, one in waiting.items()}
+
+
+def build_those_that_can[Name, Made](
+    builders: Mapping[Name, Callable[[], Made]], workers: int = WORKERS
+) -> tuple[dict[Name, Made], dict[Name, str]]:
+    """What the builders make that can, and for the others the reason, both by name."""
+
+    def attempt(build: Callable[[], Made]) -> tuple[Made | None, str]:
+        try:
+            return build(), ""
+        except Exception as error:  # whatever stops another library, or settings that nobody has tried
+            return None, f"{type(error).__name__}: {str(error)[:200]}"
+
+    found = build_all({name: functools.partial(attempt, build) for name, build in builders.items()}, workers)
+    made = {name: one for name, (one, _) in found.items() if one is not None}
+    return made, {name: reason for name, (_, reason) in found.items() if reason}

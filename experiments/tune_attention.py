@@ -14,9 +14,7 @@ import jax.numpy as jnp
 from experiments import attention_throughput
 from experiments.attention_cases import (
     CLOSE,
-    WORKERS,
     Case,
-    compile_together,
     distance,
     forward,
     gradients,
@@ -25,6 +23,7 @@ from experiments.attention_cases import (
     ours,
     part,
 )
+from experiments.compilation import WORKERS, build_those_that_can
 from experiments.harness import Job
 from flashspec.attention import (
     Ampere,
@@ -224,7 +223,7 @@ def search(task: Task, *, repeats: int, workers: int = 1) -> Found:
 
 def _compiled(task: Task, configs: Sequence[Any], workers: int) -> tuple[dict[Any, Call], dict[Any, str]]:
     """Calls by settings, and for those that do not compile the reason."""
-    return compile_together({config: functools.partial(task.build, config) for config in configs}, workers)
+    return build_those_that_can({config: functools.partial(task.build, config) for config in configs}, workers)
 
 
 def _out(errors: Mapping[Any, float], wrong: dict[Any, str], bound: float) -> None:
