@@ -57,7 +57,7 @@ def plan_decode(
 
     Returns:
       The plan; `print` shows it as a table. Its forward config has `splits` and `part`, slots of a part, where keys are
-      cut before they are read.
+      cut before they are read, and on Hopper `launches`: one kernel of clusters that merge within, or two.
 
     Raises:
       ValueError: an argument is wrong.
@@ -117,7 +117,7 @@ def _config(name: str, request: AttentionRequest, view: View, num_splits: int | 
     if name == "hopper":
         shape = DecodeShape(request.B, request.T, request.S, request.N, request.K, request.H, page)
         config, source = hopper_decode.launch_config(request, shape, type(view), num_splits)
-        settings: Mapping[str, int] = {key: int(value) for key, value in dataclasses.asdict(config).items()}
+        settings = hopper_decode.described(shape, config)
         part = None if num_splits is None else cdiv(cdiv(request.S, config.block_keys), num_splits) * config.block_keys
         return {**settings, **({} if part is None else _parts(request.S, part))}, source
     if name == "tpu":

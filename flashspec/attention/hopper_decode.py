@@ -4,6 +4,7 @@ The kernel is passed in, so that tests run the very same code over a stand-in. I
 backward: gradients are those of the same attention on XLA, which is passed in too.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from flashspec.attention.lifting import lift
 from flashspec.attention.request import AttentionRequest
 from flashspec.attention.settings import Hopper, settings_of
 from flashspec.attention.views import PagedView, View, WindowView
+from flashspec.checks import fail
 from flashspec.devices import device_facts
 from flashspec.selection import elsewhere
 from pallas_kernels.gpu.hopper.attention_decode_config import (
@@ -168,18 +170,32 @@ def launch_config(
 ) -> tuple[DecodeConfig, str]:
     """Launch settings of a call, and where they come from: "given", "tuned" or "heuristic".
 
-    Tuned ones depend on the batch, and `num_splits` promises that a row's result does not.
+    Tuned ones and those with clusters depend on the batch, and `num_splits` promises that a row's result does not.
 
     Args:
       request: of the call.
       shape: its sizes on one device.
       kind: of the view.
       num_splits: as in `decode_attention`.
+
+    Raises:
+      ValueError: `num_splits` stands beside settings for clusters, whose size is the number of parts.
     """
-    given = settings_of(request.settings, Hopper).decode
-    device = request.device_kind if num_splits is None else None
+    given, pinned = settings_of(request.settings, Hopper).decode, num_splits is not None
+    if given is not None and given.cluster > 1 and pinned:
+        raise fail("num_splits", f"None beside settings for clusters of {given.cluster}", num_splits)
     key = tuning_key(shape, request.dtype.name, is_ring=kind is WindowView)
-    return tuning.choose("attention_decode", device, key, given, lambda: heuristic(shape, CORES))
+    device = None if pinned else request.device_kind
+    return tuning.choose("attention_decode", device, key, given, lambda: heuristic(shape, CORES, pinned=pinned))
+
+
+def described(shape: DecodeShape, config: DecodeConfig) -> dict[str, int]:
+    """Launch settings by name, those alone that the form has, and its number of kernels: one with clusters, or two."""
+    settings = dataclasses.asdict(config)
+    if config.cluster == 1:
+        return settings | {"launches": 2}
+    sizes = {name: settings[name] for name in ("block_keys", "stages", "cluster")}
+    return sizes | {"programs": shape.B * shape.K * config.cluster, "launches": 1}
 
 
 def tuning_key(shape: DecodeShape, dtype: str, *, is_ring: bool = False) -> tuning.TuningKey:

@@ -12,7 +12,10 @@ import pytest
 from flashspec import plan_decode, selection
 from flashspec.attention import DenseView, PagedView, decode, decode_attention, decode_plan, tpu_decode
 from flashspec.attention.decode_plan import plan_decode as plan
+from flashspec.attention.settings import Hopper
 from flashspec.selection import Target
+from pallas_kernels.gpu.hopper import attention_decode_config
+from pallas_kernels.gpu.hopper.attention_decode_config import DecodeConfig
 from pallas_kernels.tpu.attention_decode import Cache, DecodeRows
 from tests.attention.test_api import scopes
 from tests.attention.test_decode import LENGTHS, VIEWS, B, H, K, N, S, T, history, make_view, options_of
@@ -75,6 +78,33 @@ def test_the_program_for_a_hopper_gpu_holds_what_the_plan_names(kind: str, monke
     assert bound is not None
     assert bound == pytest.approx(planned.forward.bytes / 4.8e12)
     assert "hopper" in str(planned)
+
+
+@pytest.mark.parametrize(
+    ("num_splits", "given", "launches"),
+    [(None, None, 1), (2, None, 2), (None, DecodeConfig(), 2), (None, DecodeConfig(64, cluster=4), 1)],
+)
+def test_the_plan_says_how_many_kernels_there_are(
+    num_splits: int | None, given: DecodeConfig | None, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_decode_config, "CLUSTERS", (4,))
+    monkeypatch.setattr(selection, "targets", lambda: (Target("cpu", "cpu"), Target("NVIDIA H200", "cuda", "9.0")))
+    keys = STRUCT((2, 256, 2, 128), jnp.bfloat16)
+    arrays = STRUCT((2, 3, 4, 128), jnp.bfloat16), DenseView(keys, keys, STRUCT((2,), jnp.int32))
+    options: dict[str, Any] = {"num_splits": num_splits, "implementation": (Hopper(decode=given), "blockwise")}
+    config = plan(*arrays, device="NVIDIA H200", **options).forward.config
+    assert config["launches"] == launches
+    assert (config["cluster"], config["programs"]) == ((4, 16) if launches == 1 else (1, 132))
+    traced = jax.jit(functools.partial(decode_attention, **options)).trace(*arrays)
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == launches
+
+
+def test_pinned_splits_take_no_clusters() -> None:
+    options: Any = {"num_splits": 2, "implementation": Hopper(decode=DecodeConfig(64, cluster=4))}
+    keys = STRUCT((2, 256, 2, 128), jnp.bfloat16)
+    view = DenseView(keys, keys, STRUCT((2,), jnp.int32))
+    with pytest.raises(ValueError, match="`num_splits`: expected None beside settings for clusters of 4, got 2"):
+        plan(STRUCT((2, 3, 4, 128), jnp.bfloat16), view, device="NVIDIA H200", **options)
 
 
 def test_parts_are_those_of_the_program() -> None:

@@ -1,5 +1,6 @@
 """How the decode kernel shares out blocks: every block once, in parts that the merge finds again."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.gpu.hopper import attention_decode_config as config
-from pallas_kernels.gpu.hopper.attention_decode_work import Work, parts_of_a_head, programs_of_a_head
+from pallas_kernels.gpu.hopper.attention_decode_work import ClusterWork, Work, parts_of_a_head, programs_of_a_head
 
 B, K, S, KEYS = 5, 3, 1024, 64
 
@@ -122,8 +123,60 @@ def test_programs_are_equally_busy():
         assert busiest <= max(2, -(-blocks // 6))
 
 
+def blocks_of_a_cluster(lengths, cluster, step=None):
+    """The pair and block of all that the programs of a call take."""
+    call = call_of(batch=len(lengths))
+    work = ClusterWork(
+        call._replace(config=dataclasses.replace(call.config, cluster=cluster)), jnp.asarray(lengths), None
+    )
+    taken = []
+    for pair in range(len(lengths) * K):
+        for rank in range(cluster):
+            start = work.start(jnp.int32(pair), jnp.int32(rank))
+            count = int(work.share_of(start))
+            assert count <= work.most_blocks
+            taken += [(pair, int(start.first + start.block) + i * (step or work.step)) for i in range(count)]
+    return taken
+
+
+def assert_shared_out(lengths, cluster, **how):
+    taken = blocks_of_a_cluster(lengths, cluster, **how)
+    assert len(set(taken)) == len(taken)
+    rows = [max(1, -(-min(length, S) // KEYS)) for length in lengths]
+    assert {(pair, i) for pair, i in taken if i < rows[pair // K]} == {
+        (b * K + k, i) for b, n in enumerate(rows) for k in range(K) for i in range(n)
+    }
+
+
+@pytest.mark.parametrize("cluster", [2, 8])
+def test_a_cluster_takes_every_block_once(cluster):
+    assert_shared_out((700, 0, 65, 2000), cluster)
+    with pytest.raises(AssertionError):
+        assert_shared_out((700,), cluster, step=1)
+
+
+def test_clusters_are_taken_where_all_run_at_once(monkeypatch):
+    monkeypatch.setattr(config, "CLUSTERS", (16, 8))
+    shape = config.DecodeShape(1, 5, 2048, 32, 8, 128)
+    large = {"S": 131072, "B": 2}
+    for changed, size in (({}, 16), ({"B": 2}, 8), ({"B": 3}, 1), ({"S": 512}, 8), (large, 8), ({"H": 64}, 1)):
+        changed_shape = dataclasses.replace(shape, **changed)
+        chosen = config.heuristic(changed_shape, 132)
+        assert chosen.cluster == config.cluster_size(changed_shape, 132) == size
+        assert not config.config_refusals(changed_shape, chosen)
+        assert config.heuristic(changed_shape, 132, pinned=True).cluster == 1
+    assert config.heuristic(shape, 132).stages == 2  # a program has two blocks at most
+    assert config.cluster_size(shape, 127) == 8
+
+
+def test_the_tuner_may_try_clusters():
+    sizes = {one.cluster for one in config.candidates(config.DecodeShape(1, 5, 2048, 32, 8, 128), 132)}
+    assert sizes == {1, 2, 4, 8, 16}
+    assert {one.cluster for one in config.candidates(config.DecodeShape(64, 5, 2048, 32, 8, 128), 132)} == {1}
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"stages": 1}, {"stages": True}, {"programs": 0}, {"block_keys": 96}, {"merge_loads": 0}]
+    "wrong", [{"cluster": 17}, {"stages": 1}, {"stages": True}, {"programs": 0}, {"block_keys": 96}, {"merge_loads": 0}]
 )
 def test_illegal_settings_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -94,7 +94,7 @@ def _kernel(call: DecodeCall, names: tuple[str, ...], *refs: Any) -> None:
     pair, rank, group = lax.axis_index("pair"), lax.axis_index("rank"), lax.axis_index("group")
     work = ClusterWork(call, given["length"], given.get("real"))
     start = work.start(pair, rank)
-    copies = Copies(call, given, scratch, work, group, work.count(start))
+    copies = Copies(call, given, scratch, work, group, work.share_of(start))
     ahead = copies.first(start)
     copies.query(start, None, jnp.int32(0))
     ahead = copies.rest(ahead, 1)

@@ -185,26 +185,64 @@ def config_refusals(shape: DecodeShape, config: DecodeConfig) -> tuple[str, ...]
     return tuple(reason for refused, reason in rules if refused)
 
 
-def heuristic(shape: DecodeShape, cores: int) -> DecodeConfig:
-    """Settings for a call on a chip of `cores` multiprocessors: one program on each, and as many stages as fit.
+CLUSTERS: tuple[int, ...] = ()  # sizes that the heuristic may take, the best first
+CLUSTER_KEYS = 64  # keys of a block there: a short cache has too few larger ones
+
+
+def cluster_size(shape: DecodeShape, cores: int) -> int:
+    """Programs of a cluster where one launch with clusters is taken for faster than two without; 1 elsewhere.
+
+    All clusters have to run at once, or the last ones would wait while most of the chip is idle.
+    """
+    pairs = shape.B * shape.K
+    configs = (DecodeConfig(CLUSTER_KEYS, stages=2, cluster=size) for size in CLUSTERS if pairs * size <= cores)
+    return next((config.cluster for config in configs if not config_refusals(shape, config)), 1)
+
+
+def heuristic(shape: DecodeShape, cores: int, *, pinned: bool = False) -> DecodeConfig:
+    """Settings for a call on a chip of `cores` multiprocessors, with as many stages as fit: clusters, or one program
+    on each.
 
     Blocks of 128 keys take the registers of 64 rows times 128 scores, which a program of up to two warpgroups has.
+
+    Args:
+      shape: of the call.
+      cores: multiprocessors.
+      pinned: whether the parts of a row are given; those of a cluster follow from its size, which follows from B.
     """
+    cluster = 1 if pinned else cluster_size(shape, cores)
+    if cluster > 1:
+        return _deep(shape, DecodeConfig(CLUSTER_KEYS, cluster=cluster))
     keys = 128 if shape.tiles <= 2 and shape.H <= 128 and shape.S >= 128 else 64
-    free = SHARED_BYTES - BLOCK_OVERHEAD - 2 * shape.tiles * TILE * shape.H
-    return DecodeConfig(keys, stages=max(2, min(6, free // (4 * keys * shape.H))), programs=cores)
+    return _deep(shape, DecodeConfig(keys, programs=cores))
+
+
+def _deep(shape: DecodeShape, config: DecodeConfig) -> DecodeConfig:
+    """The same with as many stages as fit: up to six, and no more than a program of a cluster can have blocks."""
+    stage = 4 * config.block_keys * shape.H
+    free = SHARED_BYTES - shared_bytes(shape, config) + config.stages * stage
+    most = 6 if config.cluster == 1 else min(6, cdiv(cdiv(shape.S, config.block_keys), config.cluster))
+    return dataclasses.replace(config, stages=max(2, min(most, free // stage)))
 
 
 def candidates(shape: DecodeShape, cores: int) -> tuple[DecodeConfig, ...]:
     """Legal settings worth timing, the heuristic's first."""
     first = heuristic(shape, cores)
+    alone = heuristic(shape, cores, pinned=True)
     others = (
-        dataclasses.replace(first, block_keys=keys, stages=stages, programs=programs)
+        dataclasses.replace(alone, block_keys=keys, stages=stages, programs=programs)
         for keys in (64, 128)
         for stages in range(2, 7)
         for programs in (cores, 2 * cores)
     )
-    return tuple(dict.fromkeys(config for config in (first, *others) if not config_refusals(shape, config)))
+    clusters = (
+        _deep(shape, DecodeConfig(keys, cluster=size))
+        for keys in (64, 128)
+        for size in (2, 4, 8, 16)
+        if shape.B * shape.K * size <= 2 * cores
+    )
+    every = (first, *others, *clusters)
+    return tuple(dict.fromkeys(config for config in every if not config_refusals(shape, config)))
 
 
 def refusals(shape: DecodeShape, *, itemsize: int, value_size: int) -> tuple[str, ...]:

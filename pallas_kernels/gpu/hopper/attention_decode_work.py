@@ -191,7 +191,7 @@ class ClusterWork(Work):
         b, k = div(pair, self.call.shape.K), rem(pair, self.call.shape.K)
         return Place(b, k, rank, *self.span(b))
 
-    def count(self, start: Place) -> Array:
+    def share_of(self, start: Place) -> Array:
         """Blocks of a program; one that has nothing to do takes a block that is hidden altogether."""
         return jnp.maximum(div(start.blocks - start.block + (self.step - 1), self.step), 1)
 

@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gpu.hopper.attention_backward_tile import MEETING, WARPGROUPS
 
 ADDING = threading.Lock()
-PATIENCE = 600  # seconds that a thread of a cluster waits for the others
+PATIENCE = 100  # seconds that a thread of a cluster waits for the others
 BLOCK = 2  # where the key of a buffer has the number of its thread block
 # jax 0.12 raises where it finds a race, unless it is told not to; 0.11 only says so.
 ON_RACE: dict[str, Any] = {"on_race": "warn"} if hasattr(plgpu.InterpretGPUParams, "on_race") else {}
@@ -76,7 +76,7 @@ def _inline(self: Any, eqn: Any, token: Any, get_invals: Any) -> tuple[Any, list
     place = {"mesh_location": self.mesh_location, "thread": self.thread, "source_info": eqn.source_info}
     if function.__name__ == "peek":
         ((key, index),) = refs
-        there = key.at[BLOCK].set(inspect.getclosurevars(function).nonlocals["part"])
+        there = key.at[BLOCK].set(inspect.getclosurevars(inspect.unwrap(function)).nonlocals["part"])
         shape = eqn.outvars[0].aval
         given = {"result_shape_and_dtype": shape, "allocation_key_as_array": there, "transforms": index}
         token, value = gpu_callbacks.call_get(token=token, **given, **place)

@@ -166,15 +166,23 @@ def _delta(make: Make) -> Any:
     return functools.partial(delta_and_zeros, head_size=128), (x, x)
 
 
-def _decode(tokens: int, heads: tuple[int, int], H: int, kind: str, make: Make) -> Any:
+def _decode(tokens: int, heads: tuple[int, int], H: int, kind: str, make: Make, **settings: int) -> Any:
+    """A call with the heuristic's settings, or with other ones."""
     import jax.numpy as jnp
 
     from pallas_kernels.gpu.hopper.attention_decode import decode
-    from pallas_kernels.gpu.hopper.attention_decode_config import DecodeCall, DecodeOperands, DecodeShape, heuristic
+    from pallas_kernels.gpu.hopper.attention_decode_config import (
+        DecodeCall,
+        DecodeConfig,
+        DecodeOperands,
+        DecodeShape,
+        heuristic,
+    )
 
     B, S, (heads_q, heads_kv), page = 4, 2048, heads, 64
     shape = DecodeShape(B, tokens, S, heads_q, heads_kv, H, page if kind == "pages" else None)
-    call = DecodeCall(shape, heuristic(shape, 132), 0.1, left=1000 if kind == "ring" else None, is_ring=kind == "ring")
+    config = DecodeConfig(**settings) if settings else heuristic(shape, 132, pinned=True)
+    call = DecodeCall(shape, config, 0.1, left=1000 if kind == "ring" else None, is_ring=kind == "ring")
     size = (B * S // page, page, heads_kv, H) if kind == "pages" else (B, S, heads_kv, H)
     arrays = {
         "query": make((B, tokens, heads_q, H), jnp.bfloat16),
@@ -261,6 +269,18 @@ VARIANTS: dict[str, Variant] = {
     "decode 4 dense 256": functools.partial(_decode, 4, (32, 8), 256, "dense"),
     "decode 4 pages": functools.partial(_decode, 4, (32, 8), 128, "pages"),
     "decode 4 ring": functools.partial(_decode, 4, (32, 8), 128, "ring"),
+    **{
+        f"decode {n} {kind}, clusters of {size}": functools.partial(
+            _decode, n, (32, 8), 128, kind, block_keys=keys, stages=2, cluster=size
+        )
+        for n, kind, keys, size in (
+            (1, "dense", 64, 16),
+            (5, "dense", 64, 16),
+            (5, "dense", 128, 8),
+            (16, "dense", 64, 8),
+            (5, "pages", 64, 8),
+        )
+    },
     **{
         f"matmul {rows} {tail}": functools.partial(_matmul, rows, tail)
         for rows in (16, 256, 8192)

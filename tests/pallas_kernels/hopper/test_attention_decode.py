@@ -41,9 +41,13 @@ QUICK = ("a whole row and one in parts", "tree")
 
 
 def case_of(name):
-    """The call and its operands; what no query may see is NaN."""
     sizes, facts, arrays = CASES[name]
-    shape = DecodeShape(**SIZES | sizes)
+    return make_case(SIZES | sizes, facts, arrays)
+
+
+def make_case(sizes, facts, arrays):
+    """A call and its operands; what no query may see is NaN."""
+    shape = DecodeShape(**sizes)
     rng = np.random.default_rng(0)
     query = rng.normal(size=(shape.B, shape.T, shape.N, shape.H))
     live = np.arange(shape.S)[None, :] < np.asarray(arrays["length"])[:, None]
@@ -63,10 +67,13 @@ def case_of(name):
 
 def check(case, kernel=attention_decode):
     call, operands = case
-    want = decode_twin.decode(call, operands)
     with interpreted():
         got = jax.jit(lambda operands: kernel.decode(call, operands))(operands)
-    for x, y in zip(got, want, strict=True):
+    compare(got, *case)
+
+
+def compare(got, call, operands):
+    for x, y in zip(got, decode_twin.decode(call, operands), strict=True):
         np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=2e-2, atol=2e-2)
 
 
