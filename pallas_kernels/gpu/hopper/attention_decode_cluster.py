@@ -16,7 +16,7 @@ from jax.experimental.mosaic.gpu import FragmentedArray
 from jax.experimental.mosaic.gpu import utils as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import memref
+from jax.extend.mlir.dialects import arith, memref
 
 from pallas_kernels.gpu.hopper.attention_decode_config import LANES, PADDING, TILE, DecodeCall, DecodeOperands
 from pallas_kernels.gpu.hopper.attention_decode_merge import merge_rows, row_layout, unpacked
@@ -105,6 +105,7 @@ def _kernel(call: DecodeCall, names: tuple[str, ...], *refs: Any) -> None:
 
     _, sums = scratch.query_or_results
     mine = pl.ds(pl.multiple_of(group * TILE, TILE), TILE)
+    keep = _keeper(call.shape.rows)
     keep(m_parts.at[mine], l_parts.at[mine], sums.at[mine, pl.ds(0, call.shape.H)], m, l, u)
     meet_cluster()
     _merge(call, _Peers(m_parts, l_parts, sums, call.config.cluster), given, outputs, start, group)
@@ -128,11 +129,21 @@ def _merge(call: DecodeCall, parts: _Peers, given: dict[str, Any], outputs: Any,
     lax.fori_loop(jnp.int32(0), jnp.int32(cdiv(rows, together * workers)), some, None)
 
 
-@plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 3, ROW, ROW, plgpu.Layout.WGMMA))
-def keep(_: Any, *refs_and_arrays: Any) -> None:
-    """Store arrays in shared memory, whose rows may lie apart; jax's own stores do not take those."""
-    for ref, array in zip(refs_and_arrays[:3], refs_and_arrays[3:], strict=True):
-        array.store_untiled(ref, optimized=False)
+def _keeper(rows: int) -> Any:
+    """A function that stores arrays in shared memory, whose rows may lie apart; jax's own stores do not take those.
+
+    Each warp has sixteen rows. One whose rows lie past the number that there are has nothing to store.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 3, ROW, ROW, plgpu.Layout.WGMMA))
+    def keep(_: Any, *refs_and_arrays: Any) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        first = arith.muli(mgpu.warp_idx(), mgpu.c(16, i32))
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.slt, first, mgpu.c(rows, i32))):
+            for ref, array in zip(refs_and_arrays[:3], refs_and_arrays[3:], strict=True):
+                array.store_untiled(ref, optimized=False)
+
+    return keep
 
 
 @plgpu.inline_mgpu()
