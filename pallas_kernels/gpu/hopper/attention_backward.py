@@ -22,6 +22,7 @@ from pallas_kernels.gpu.hopper.attention_backward_config import (
 )
 from pallas_kernels.gpu.hopper.attention_backward_keys import KeyBlocks
 from pallas_kernels.gpu.hopper.attention_backward_queries import QueryBlocks
+from pallas_kernels.gpu.hopper.attention_backward_sums import rows_of
 from pallas_kernels.gpu.hopper.attention_backward_tile import WARPGROUPS, Operands, Scores
 from pallas_kernels.gpu.hopper.attention_backward_wide import WideKeyBlocks
 from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, SegmentIds, segment_ranges
@@ -93,9 +94,7 @@ def attention_backward(
         return dq, dk, dv
     total = jax.new_ref(jnp.zeros(shape.dq_tiles, jnp.float32) if dq is None else dq)
     dk, dv = _launch(KeyBlocks(scores, config, total), operands, key, value)
-    tiles = (jax.freeze(total) * scale).astype(query.dtype)
-    rows = jnp.transpose(tiles, (0, 2, 4, 1, 3, 5)).reshape(shape.B, -1, shape.N, shape.H)
-    return rows[:, : shape.T], dk, dv
+    return rows_of(jax.freeze(total), shape.T, scale=scale, dtype=query.dtype), dk, dv
 
 
 def _launch(kernel: KeyBlocks | QueryBlocks, operands: Operands, *like: Array) -> tuple[Array, ...]:

@@ -29,7 +29,10 @@ class BackwardShape(AttentionShape):
 
     @property
     def dq_tiles(self) -> tuple[int, ...]:
-        """Shape of the float32 dQ, [B, N, queries / 64, H / 64, 64, 64] in whole blocks: tiles are contiguous."""
+        """Shape of the float32 sums of dQ, [B, N, queries / 64, H / 64, 64, 64] in whole blocks.
+
+        Tiles are contiguous, and the numbers of each are in the order of `attention_backward_sums.add_fragments`.
+        """
         return (self.B, self.N, round_up(self.T, BLOCK_Q) // TILE, self.H // TILE, TILE, TILE)
 
 
@@ -82,7 +85,7 @@ def key_block_bytes(shape: BackwardShape, config: BackwardConfig, *, fused: bool
     """Bytes of shared memory of a thread block that sums dK and dV, and with `fused` its part of dQ."""
     keys = shape.block_kv * (shape.H + shape.Hv) * 2
     queries = config.stages * config.block_q * (2 * (shape.H + shape.Hv) + 2 * 4)
-    exchange = 2 * shape.block_kv * config.block_q * 2 + config.block_q * shape.H * 4 if fused else 0
+    exchange = 2 * shape.block_kv * config.block_q * 2 if fused else 0
     return keys + queries + exchange + RESERVED
 
 

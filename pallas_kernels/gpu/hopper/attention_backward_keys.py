@@ -2,9 +2,9 @@
 
 The block stays in shared memory while the queries that see it stream by. Two warpgroups own 64 keys each and work on
 transposed scores S^T = K Q^T, so that P^T and dS^T are in registers what the sums dV += P^T dO and dK += dS^T Q
-(eq. 33.7 and 33.8) take as their left factor. For dQ = dS K they exchange dS through shared memory, and the copy engine
-adds each part to a float32 array in device memory: five products for each pair of blocks where a kernel of its own for
-dQ makes it seven, at the price of sums whose order, hence last bits, differ from run to run.
+(eq. 33.7 and 33.8) take as their left factor. For dQ = dS K they exchange dS through shared memory, and add each part
+from their registers to a float32 array in device memory: five products for each pair of blocks where a kernel of its
+own for dQ makes it seven, at the price of sums whose order, hence last bits, differ from run to run.
 """
 
 import functools
@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.hopper.attention_backward_config import BackwardConfig
+from pallas_kernels.gpu.hopper.attention_backward_sums import add_fragments
 from pallas_kernels.gpu.hopper.attention_backward_tile import (
     WARPGROUPS,
     KeyTile,
@@ -51,7 +52,7 @@ class KeyBlocks:
         self.q_blocks = cdiv(self.shape.T, config.block_q)
         self.kv_blocks = cdiv(self.shape.S, self.block_kv)
         self.programs = self.shape.B * self.shape.K * self.kv_blocks
-        # A warpgroup's share of a block of dQ: its queries, or half of the columns.
+        # A warpgroup's share of a block of dQ, a tile of 64 x 64: its queries, or half of the columns.
         self.by_rows = config.block_q == WARPGROUPS * TILE
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
@@ -73,13 +74,7 @@ class KeyBlocks:
         }
         if self.fused:
             buffers["ds_smem"] = tiled((EXCHANGES, self.block_kv, c.block_q), dtype)
-            buffers["dq_smem"] = tiled((WARPGROUPS, *self.dq_share), jnp.float32)
         return buffers
-
-    @property
-    def dq_share(self) -> tuple[int, int]:
-        """Shape of a warpgroup's share of a block of dQ."""
-        return (TILE, self.shape.H) if self.by_rows else (self.config.block_q, self.shape.H // WARPGROUPS)
 
     def body(self, operands: Operands, outputs: tuple[Any, ...], scratch: dict[str, Any]) -> None:
         """The kernel; dK and dV are its outputs."""
@@ -181,7 +176,7 @@ class KeyBlocks:
         def products(dq: Any) -> None:
             if self.fused:
                 ds_smem, k = self.chip.ds_smem.at[exchange], self.chip.k_smem
-                ds_smem, k = (ds_smem.at[:, mine], k) if self.by_rows else (ds_smem, k.at[:, self._columns(w)])
+                ds_smem, k = (ds_smem.at[:, mine], k) if self.by_rows else (ds_smem, k.at[:, mine])
                 plgpu.wgmma(dq, ds_smem.transpose((1, 0)), k)
                 plgpu.wgmma_wait(1)
                 plgpu.barrier_arrive(self.chip.do_free.at[slot])
@@ -195,7 +190,7 @@ class KeyBlocks:
             plgpu.barrier_arrive(self.chip.q_free.at[slot])
 
         if self.fused:
-            pl.run_scoped(products, plgpu.ACC(self.dq_share, jnp.float32))
+            pl.run_scoped(products, plgpu.ACC((TILE, TILE), jnp.float32))
         else:
             products(None)
 
@@ -213,14 +208,22 @@ class KeyBlocks:
             plgpu.wgmma(dp, self.chip.v_smem.at[mine], self.chip.do_smem.at[slot].transpose((1, 0)))
             s = plgpu.wgmma_accumulator_load(s, wait_n=1)
             p, slope = self._weights(block, s, block.k_start + w * TILE, slot, q_start, masked)
+            if self.fused and self.by_rows:
+                # Or else the compiler finds too few registers with 128 queries, and lets products wait for each other.
+                p = lax.optimization_barrier(p)
             p_gradient = p if slope is None else p * slope
-            delta = lax.broadcast_in_dim(plgpu.load(self.chip.delta_smem.at[slot], layout=COLUMN), shape, [1])
-            ds = p_gradient * (plgpu.wgmma_accumulator_load(dp, wait_n=0) - delta)
+            late = self.fused and (masked or self.by_rows)  # where registers are short
+            delta = None if late else self._delta(slot, shape)
+            dp = plgpu.wgmma_accumulator_load(dp, wait_n=0)
+            ds = p_gradient * (dp - (self._delta(slot, shape) if late else delta))
             return p.astype(dtype), ds.astype(dtype)
 
         # A sum that begins once its factors are there starts from its first product, and clears no registers.
         plgpu.barrier_wait(self.chip.q_full.at[slot])
         return pl.run_scoped(scores, sums)
+
+    def _delta(self, slot: Any, shape: tuple[int, int]) -> Any:
+        return lax.broadcast_in_dim(plgpu.load(self.chip.delta_smem.at[slot], layout=COLUMN), shape, [1])
 
     def _weights(self, block: KeyTile, s: Any, k_start: Any, slot: Any, q_start: Any, masked: bool) -> tuple[Any, Any]:
         """P^T of products S^T, and the slope of the soft cap."""
@@ -235,13 +238,6 @@ class KeyBlocks:
         return hide(p, span, q_start, row_ids, column_ids)
 
     def _add(self, block: KeyTile, w: int, head: Any, q_start: Any, dq: Any) -> None:
-        """Add a warpgroup's share of a block of dQ, one tile, to device memory."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # The tile before it has been read.
-        self.chip.dq_smem.at[w][...] = dq
-        plgpu.commit_smem()
+        """Add a warpgroup's share of a block of dQ to device memory."""
         rows, columns = (w, 0) if self.by_rows else (0, w)
-        target = self.dq.at[block.batch, head, lax.div(q_start, TILE) + rows, columns]
-        plgpu.copy_smem_to_gmem(self.chip.dq_smem.at[w], target, reduction_op="add")
-
-    def _columns(self, w: int) -> Any:
-        return pl.ds(w * self.dq_share[1], self.dq_share[1])
+        add_fragments(self.dq.at[block.batch, head, lax.div(q_start, TILE) + rows, columns], dq)

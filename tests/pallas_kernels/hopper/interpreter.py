@@ -1,7 +1,8 @@
-"""Mosaic GPU kernels where there is no GPU: JAX's interpreter, taught five things that attention on Hopper needs.
+"""Mosaic GPU kernels where there is no GPU: JAX's interpreter, taught six things that attention needs.
 
 They are a product whose left factor is in registers, an accumulator that is set, a copy to device memory that adds, the
-barrier at which two warpgroups of the backward meet, and what the programs of a cluster do with each other in decoding.
+barrier at which two warpgroups of the backward meet, the sums of dQ that they add to, and what the programs of a
+cluster do with each other in decoding.
 This reaches into private modules of JAX, whose names both supported versions share.
 """
 
@@ -23,8 +24,10 @@ from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.hopper.attention_backward_tile import MEETING, WARPGROUPS
+from tests.pallas_kernels.hopper import warpgroup_threads
 
 ADDING = threading.Lock()
+DETECTIONS: list[Any] = []  # of the kernels that were interpreted last, in order
 PATIENCE = 100  # seconds that a thread of a cluster waits for the others
 BLOCK = 2  # where the key of a buffer has the number of its thread block
 # jax 0.12 raises where it finds a race, unless it is told not to; 0.11 only says so.
@@ -34,11 +37,18 @@ ON_RACE: dict[str, Any] = {"on_race": "warn"} if hasattr(plgpu.InterpretGPUParam
 @contextlib.contextmanager
 def interpreted(*, detect_races: bool = False) -> Iterator[None]:
     """Within it, kernels of Mosaic GPU that are compiled run on the CPU; `races_found` says what a detection found."""
-    interpreter = jaxpr_interpret.JaxprInterpreter
+    interpreter, detection = jaxpr_interpret.JaxprInterpreter, gpu_callbacks.GPURaceDetectionState
+    DETECTIONS.clear()
+
+    def detect(*args: Any, **kwargs: Any) -> Any:
+        DETECTIONS.append(detection(*args, **kwargs))
+        return DETECTIONS[-1]
+
     with (
         mock.patch.object(interpreter, "_interpret_wgmma_ref_p", _wgmma),
         mock.patch.object(interpreter, "_interpret_inline_mgpu_p", _inline),
         mock.patch.object(primitives, "wgmma_accumulator_store", _set),
+        mock.patch.object(gpu_callbacks, "GPURaceDetectionState", detect),
         mock.patch.object(gpu_callbacks, "copy_smem_to_gmem", _copy_or_add(gpu_callbacks.copy_smem_to_gmem)),
         mock.patch.object(shared_memory.Barrier, "deallocate", _deallocate(shared_memory.Barrier.deallocate)),
         plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=detect_races, **ON_RACE)),
@@ -47,8 +57,8 @@ def interpreted(*, detect_races: bool = False) -> Iterator[None]:
 
 
 def races_found() -> bool:
-    """Whether accesses of two warpgroups in no order were found by what was interpreted last, one of them a write."""
-    return bool(gpu_callbacks.get_races().races_found)
+    """Whether accesses of two warpgroups in no order, one of them a write, were found in what was interpreted last."""
+    return any(detection.races_found for detection in DETECTIONS)
 
 
 def _reader(key: Any, transforms: Any) -> tuple[Any, Any]:
@@ -73,6 +83,11 @@ def _inline(self: Any, eqn: Any, token: Any, get_invals: Any) -> tuple[Any, list
     count, invals = eqn.params["pytree_args"].num_leaves, get_invals()
     transforms = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], invals[count:])
     refs = [_resolved(*ref) for ref in zip(eqn.invars[:count], invals[:count], transforms, strict=True)]
+    if function.__name__ in ("add_fragments", "load_fragments"):
+        fragments = functools.partial(_fragments, function)
+        results = (gpu_callbacks.TOKEN_SHAPE_DTYPE, *(variable.aval for variable in eqn.outvars))
+        token, *tiles = callback.io_callback(fragments, results, token, self.thread, *refs, ordered=False)
+        return token, tiles
     place = {"mesh_location": self.mesh_location, "thread": self.thread, "source_info": eqn.source_info}
     if function.__name__ == "peek":
         ((key, index),) = refs
@@ -93,6 +108,20 @@ def _meet(self: Any, token: Any) -> Any:
     token = commit(token=token, mesh_location=self.mesh_location, thread=self.thread)
     place, threads = (token, self.mesh_location, self.thread, MEETING), 128 * WARPGROUPS
     return gpu_callbacks.call_named_barrier(*place, num_threads=threads, sync=True)
+
+
+@gpu_callbacks.fail_on_exception
+def _fragments(function: Any, token: Any, thread: Any, ref: Any, *tile: Any) -> tuple[Any, ...]:
+    """Load a tile from device memory, or add one to it. Additions are in no order, so that they are in no race."""
+    memory, place = gpu_callbacks._get_shared_memory(), _reader(*ref)
+    with ADDING:
+        numbers = np.array(memory.get_buffer_content(*place, thread, logging_info=None)[0])
+        flat = numbers.reshape(-1)
+        found = warpgroup_threads.run(function, flat, *tile)
+        if found is not None:
+            return token, found
+        memory.store_buffer_content(*place, numbers, thread, logging_info=None)
+    return (token,)
 
 
 @functools.cache

@@ -97,10 +97,10 @@ def test_wrong_sections_are_noticed():
 
 
 def test_shared_memory_is_counted():
-    """H = 128: K and V 64 KiB, two stages of Q and dO with lse and delta 65 KiB, dS twice 32 KiB, dQ 32 KiB."""
+    """H = 128: K and V 64 KiB, two stages of Q and dO with lse and delta 65 KiB, dS twice 32 KiB."""
     kib = 1024
     fused, alone = (key_block_bytes(shape(), BackwardConfig(), fused=fused) for fused in (True, False))
-    assert fused == (64 + 65 + 32 + 32 + 2) * kib
+    assert fused == (64 + 65 + 32 + 2) * kib
     assert alone == (64 + 65 + 2) * kib
     assert query_block_bytes(shape(), BackwardConfig()) == (64 + 128 + 2) * kib
 
@@ -121,7 +121,7 @@ def test_settings_that_do_not_fit_a_call_are_refused(sizes, settings, determinis
 
 
 def test_a_config_that_forgets_the_exchange_is_noticed():
-    """Without dS and dQ in the count, settings would pass that the chip refuses."""
+    """Without dS in the count, settings would pass that the chip refuses."""
     wrong = mutant(
         attention_backward_config, (" if fused else 0\n    return keys", " if not fused else 0\n    return keys")
     )
