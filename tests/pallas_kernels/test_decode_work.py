@@ -158,8 +158,16 @@ def test_a_cluster_takes_every_block_once(cluster):
 def test_clusters_are_taken_where_all_run_at_once(monkeypatch):
     monkeypatch.setattr(config, "CLUSTERS", (16, 8))
     shape = config.DecodeShape(1, 5, 2048, 32, 8, 128)
-    large = {"S": 131072, "B": 2}
-    for changed, size in (({}, 16), ({"B": 2}, 8), ({"B": 3}, 1), ({"S": 512}, 8), (large, 8), ({"H": 64}, 1)):
+    sizes = (
+        ({}, 16),
+        ({"B": 2}, 8),
+        ({"B": 3}, 1),
+        ({"S": 512}, 8),
+        ({"S": 4096}, 16),
+        ({"S": 4160}, 1),
+        ({"H": 64}, 1),
+    )
+    for changed, size in sizes:
         changed_shape = dataclasses.replace(shape, **changed)
         chosen = config.heuristic(changed_shape, 132)
         assert chosen.cluster == config.cluster_size(changed_shape, 132) == size
@@ -167,6 +175,13 @@ def test_clusters_are_taken_where_all_run_at_once(monkeypatch):
         assert config.heuristic(changed_shape, 132, pinned=True).cluster == 1
     assert config.heuristic(shape, 132).stages == 2  # a program has two blocks at most
     assert config.cluster_size(shape, 127) == 8
+
+
+def test_eight_programs_are_a_cluster_by_default():
+    shape = config.DecodeShape(1, 5, 2048, 32, 8, 128)
+    chosen = config.heuristic(shape, 132)
+    assert (chosen.cluster, chosen.block_keys, chosen.stages) == (8, 64, 4)
+    assert config.heuristic(dataclasses.replace(shape, B=8), 132).cluster == 1
 
 
 def test_the_tuner_may_try_clusters():

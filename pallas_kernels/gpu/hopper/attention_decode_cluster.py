@@ -123,7 +123,8 @@ def _merge(call: DecodeCall, parts: _Peers, given: dict[str, Any], outputs: Any,
 
         @pl.when(first < rows)
         def _write() -> None:
-            index = [first + i * workers for i in range(together)]
+            # Past the last row it is that one again: a number that is read is also stored, by which it has come.
+            index = [jnp.minimum(first + i * workers, rows - 1) for i in range(together)]
             merge_rows(call, parts, given, outputs, (start.b, start.k), index, size)
 
     lax.fori_loop(jnp.int32(0), jnp.int32(cdiv(rows, together * workers)), some, None)
@@ -149,12 +150,22 @@ def _keeper(rows: int) -> Any:
 @plgpu.inline_mgpu()
 def meet_cluster(_: Any) -> None:
     """Wait for all threads of the cluster; each may then read what any has stored in its shared memory."""
-    mgpu.inline_ptx(
-        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;", has_side_effects=True
-    )
+    _meet()
 
 
 @plgpu.inline_mgpu()
 def leave_cluster(_: Any) -> None:
-    """Wait until all threads of the cluster have read what they need; nothing that was stored has to be seen."""
-    mgpu.inline_ptx("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;", has_side_effects=True)
+    """Wait until all threads of the cluster have read what they need.
+
+    Arriving has to be a release here too: a relaxed one does not wait for reads that are under way. A read that comes
+    to a program that has gone ends the launch with an error.
+    """
+    _meet()
+
+
+def _meet() -> None:
+    mgpu.inline_ptx(
+        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;",
+        has_side_effects=True,
+        convergent=True,
+    )

@@ -185,7 +185,8 @@ def config_refusals(shape: DecodeShape, config: DecodeConfig) -> tuple[str, ...]
     return tuple(reason for refused, reason in rules if refused)
 
 
-CLUSTERS: tuple[int, ...] = ()  # sizes that the heuristic may take, the best first
+CLUSTERS: tuple[int, ...] = (8,)  # sizes that the heuristic may take, the best first
+CLUSTER_SLOTS = 4096  # slots of the longest cache that takes them; longer ones have not been timed
 CLUSTER_KEYS = 64  # keys of a block there: a short cache has too few larger ones
 
 
@@ -194,6 +195,8 @@ def cluster_size(shape: DecodeShape, cores: int) -> int:
 
     All clusters have to run at once, or the last ones would wait while most of the chip is idle.
     """
+    if shape.S > CLUSTER_SLOTS:
+        return 1
     pairs = shape.B * shape.K
     configs = (DecodeConfig(CLUSTER_KEYS, stages=2, cluster=size) for size in CLUSTERS if pairs * size <= cores)
     return next((config.cluster for config in configs if not config_refusals(shape, config)), 1)

@@ -1,5 +1,6 @@
 """Hopper decoding by clusters in JAX's interpreter: against the same page of jnp, with wrong kernels that must fail."""
 
+import contextlib
 import time
 from unittest import mock
 
@@ -8,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src import callback
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
 from pallas_kernels.gpu.hopper import attention_decode_cluster as by_clusters
+from pallas_kernels.gpu.hopper import attention_decode_part
 from pallas_kernels.gpu.hopper.attention_decode_config import DecodeConfig
 from tests.mutants import mutant
+from tests.pallas_kernels.hopper import sass
 from tests.pallas_kernels.hopper import test_attention_decode as of_two_kernels
 from tests.pallas_kernels.hopper.interpreter import interpreted
 
@@ -60,7 +63,7 @@ def test_clusters_equal_the_twin(name):
     "edit",
     [
         ("sums, call.config.cluster)", "sums, call.config.cluster - 1)"),  # a part is left out
-        pytest.param(("[first + i * workers for", "[first + i for"), marks=pytest.mark.slow),
+        pytest.param(("(first + i * workers, rows", "(first + i, rows"), marks=pytest.mark.slow),
         pytest.param(("for i in range(together)]", "for i in range(together - 1)]"), marks=pytest.mark.slow),
     ],
 )
@@ -132,3 +135,71 @@ def test_a_program_that_goes_at_once_is_noticed():
         pytest.raises(jax.errors.JaxRuntimeError, match="KeyError: HostAllocationKey"),
     ):
         check("statistics", leaves)
+
+
+@contextlib.contextmanager
+def copies_awaited():
+    """Within it, kernels whose programs end before somebody has waited for each of their copies are noticed."""
+    filled, missed = [], []
+    arrive, leave = gpu_callbacks.AsyncCopyGmemToSmemTask.post_write, shared_memory.Barrier.deallocate
+
+    def post_write(self, *args):
+        filled.append(self.barrier)
+        arrive(self, *args)
+
+    def deallocate(self):
+        seen = self.last_observed_phase_by_thread.values()
+        if any(self is one for one in filled) and (self.arrivals_count or max(seen, default=0) < self.phase):
+            missed.append(self)
+        leave(self)
+
+    with (
+        mock.patch.object(gpu_callbacks.AsyncCopyGmemToSmemTask, "post_write", post_write),
+        mock.patch.object(shared_memory.Barrier, "deallocate", deallocate),
+    ):
+        yield
+    assert filled
+    assert not missed
+
+
+def copies_of(lengths, kernel=by_clusters):
+    call, operands = of_two_kernels.make_case(SIZES | {"B": len(lengths), "T": 1}, {}, {"length": lengths})
+    call = call._replace(config=DecodeConfig(block_keys=64, stages=2, cluster=2))
+    with interpreted(), copies_awaited():
+        jax.block_until_ready(jax.jit(lambda operands: kernel.decode_by_clusters(call, operands))(operands))
+
+
+def test_no_program_ends_before_its_copies():
+    copies_of([0, 100, 130, 256])
+
+
+PART = ("Copies", "Rows", "Scratch", "attend", "inputs", "scratch_of")  # what a kernel takes of its part
+
+
+def test_a_copy_that_nobody_waits_for_is_noticed():
+    """One that lands in memory which belongs to another program by then."""
+    hasty = mutant(
+        attention_decode_part, ("if sure else (self.group == 0) & (index < self.blocks))", "if True else sure)")
+    )
+    with pytest.raises(AssertionError):
+        copies_of([100], mutant(by_clusters, **{name: getattr(hasty, name) for name in PART}))
+
+
+# How a kernel of clusters ends: the merge's last store, and the barrier.
+LEAVING = """
+    /*6cc0*/ STG.E.U16 desc[UR56][R2.64], R5
+    /*6ce0*/ MEMBAR.ALL.CTA
+    /*6cf0*/ MEMBAR.ALL.GPU
+    /*6d00*/ ERRBAR
+    /*6d10*/ CGAERRBAR
+    /*6d20*/ UCGABAR_ARV
+    /*6d30*/ UCGABAR_WAIT
+"""
+
+
+def test_programs_that_leave_while_others_read_are_noticed():
+    """Those of `barrier.cluster.arrive.relaxed`, whose machine code has no MEMBAR: 8 x 2048, T = 5 crashed by it."""
+    begins = "/*0600*/ UCGABAR_ARV\n/*0610*/ UCGABAR_WAIT\n"
+    relaxed = "\n".join(line for line in LEAVING.splitlines() if "MEMBAR" not in line)
+    assert [sass.relaxed_arrivals(begins + end) for end in ("", LEAVING, relaxed, LEAVING + relaxed)] == [0, 0, 1, 1]
+    assert sass.relaxed_arrivals(relaxed.replace("UCGABAR_ARV", "")) == 0
