@@ -89,11 +89,11 @@ def run(job: Job) -> None:
     exact = checked("five tokens verified together are as one by one", lambda: agree(model, params))
     if not job.claim(exact.what, exact.passed):
         return
-    if "forwards" in args.parts:
-        forwards(job, model, params, config)
-    if set(args.parts) == {"forwards"}:
-        return
     own = {"target": params, "draft": random_params(_config(job, "draft"), job.seed + 1)}
+    if "forwards" in args.parts:
+        rate = read_rate(job.smoke)
+        forwards(job, model, params, config, rate)
+        draft_forwards(job, own["draft"], _config(job, "draft"), rate)
     if "speculation" in args.parts:
         speculation(job, own, exact)
     if "hugging_face" in args.parts:
@@ -106,7 +106,7 @@ def _config(job: Job, role: str) -> models.DecoderConfig:
     return dataclasses.replace(config, eos_token_ids=())
 
 
-def forwards(job: Job, model: LanguageModel, params: Params, config: models.DecoderConfig) -> None:
+def forwards(job: Job, model: LanguageModel, params: Params, config: models.DecoderConfig, rate: float) -> None:
     """One token and several, layers one by one, as one kernel between two attentions, and as a scan."""
     shapes = SHAPES[:2] if job.smoke else SHAPES
     scan, stacked = scanned(config, params, model)
@@ -126,7 +126,6 @@ def forwards(job: Job, model: LanguageModel, params: Params, config: models.Deco
             if (form, sizes) not in loops
         }
         loops |= build_all(builders)
-    rate = read_rate(job.smoke)
 
     def timed(form: str, sizes: tuple[int, int]) -> Forward:
         bound, loop = step_bytes(config, sizes[0], job.args.capacity // 2) / rate, loops[form, sizes]
@@ -137,6 +136,27 @@ def forwards(job: Job, model: LanguageModel, params: Params, config: models.Deco
     if other is not None:
         report_fused(job, plain, {sizes: timed(FUSED_FORM, sizes) for sizes in shapes})
     report_scan(job, plain[1, PLAIN], timed(SCAN_FORM, (1, PLAIN)))
+
+
+def draft_forwards(job: Job, params: Params, config: models.DecoderConfig, rate: float) -> None:
+    """One token through the draft, whose small kernels weigh more: layers one by one, and as one kernel."""
+    sizes = (1, PLAIN)
+    forms = {PLAIN_FORM: (models.as_language_model(config, jnp.bfloat16), params)}
+    other = fused_model(job, config, (sizes,))
+    if other is not None:
+        forms[FUSED_FORM] = other, params
+    if not all(same_logits(job, forms)):
+        return
+    with job.console.status("compiling"):
+        loops = build_all({form: functools.partial(_forward_loop, job, *each, sizes) for form, each in forms.items()})
+    bound, rows = step_bytes(config, 1, job.args.capacity // 2) / rate, []
+    for form, loop in loops.items():
+        seconds = loop.seconds()
+        rows.append([form, 1e3 * seconds, 1e3 * bound, seconds / bound])
+        settings = {"form": form, "capacity": job.args.capacity}
+        values = {"bound_s": bound, "over_bound": seconds / bound}
+        job.record("draft forward", settings=settings, clock=HOST, steady_s=seconds, check="agrees", values=values)
+    job.table("draft", "The draft, B = 1, T = 1", ["form", "ms", "bound, ms", "over the bound"], rows)
 
 
 def _forward_loop(job: Job, model: LanguageModel, params: Params, sizes: tuple[int, int]) -> Loop:
