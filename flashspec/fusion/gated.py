@@ -13,13 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from flashspec.checks import one_of, shape
+from flashspec.checks import fail, one_of, shape
 from flashspec.fusion import hopper
 from flashspec.fusion.api import matmul_epilogue
 from flashspec.fusion.backends import BACKENDS, execute
-from flashspec.fusion.request import EpilogueOperands, EpilogueRequest, partitioned_axes
+from flashspec.fusion.request import ACTIVATIONS, DTYPES, EpilogueOperands, EpilogueRequest, partitioned_axes
 from flashspec.selection import Target, first_that_can, placement, resolve_device, run_where_lowered
 
 UNFUSED, KERNEL = "unfused", "hopper"
@@ -64,8 +65,9 @@ def gated_product(
     """phi(x W_g) * (x W), with both weights in one array.
 
     Args:
-      x: [..., C].
-      w: [C, 2, F], of which the first is the gate's and the second those that it gates.
+      x: [..., C], bfloat16, float16, float32 or float64.
+      w: [C, 2, F], of which the first is the gate's and the second those that it gates; another dtype than that of x
+        is for `unfused` alone.
       activation: phi, a name out of `ACTIVATIONS`.
       unfused: (x, w) -> the result [..., F], in operations that XLA makes the best of.
       implementation: "unfused" for just that, or an implementation of `matmul_epilogue`, differentiated as that is.
@@ -73,13 +75,14 @@ def gated_product(
         wherever the kernel was not, and for all of a call that is differentiated, it is `unfused`.
 
     Returns:
-      [..., F] in the dtype of x.
+      [..., F] in the dtype of x, or of what `unfused` makes of two dtypes.
 
     Raises:
-      ValueError: an unknown implementation.
+      ValueError: an unknown implementation or activation, or shapes or dtypes that do not fit.
       NotImplementedError: the implementation asked for cannot run this call.
     """
     one_of("implementation", implementation, (None, *IMPLEMENTATIONS))
+    _check(x, w, activation)
     if implementation == UNFUSED:
         return unfused(x, w)
     if implementation is not None:
@@ -119,10 +122,11 @@ def plan_gated_product(
       The plan; `print` shows it as lines.
 
     Raises:
-      ValueError: an unknown implementation or device, or shapes that do not fit.
+      ValueError: an unknown implementation, activation or device, or shapes or dtypes that do not fit.
       NotImplementedError: the implementation asked for cannot run this call.
     """
     one_of("implementation", implementation, (None, *IMPLEMENTATIONS))
+    _check(x, w, activation)
     target = resolve_device(device, x)
     request = _request(x, w, activation, target)
     reasons = why_unfused(request) if implementation is None else ()
@@ -144,9 +148,19 @@ def why_unfused(request: EpilogueRequest) -> tuple[str, ...]:
     return tuple(reason for reason in (BACKENDS[KERNEL].slower(request), hopper.unmeasured(request)) if reason)
 
 
+def _check(x: Any, w: Any, activation: str) -> None:
+    """That whoever computes the call can: the caller's own function may not look."""
+    one_of("activation", activation, tuple(ACTIVATIONS))
+    for name, operand in (("x", x), ("w", w)):
+        if operand.dtype not in DTYPES:
+            raise fail(name, "dtype " + ", ".join(np.dtype(known).name for known in DTYPES), operand.dtype)
+    if x.ndim < 1:
+        raise fail("x", "rank 1 or more, shape [..., C]", "shape []")
+    shape("w", w, "C 2 F", {"C": x.shape[-1]})
+
+
 def _request(x: Any, w: Any, activation: str, target: Target) -> EpilogueRequest:
     """The static facts of a call."""
-    shape("w", w, "C 2 F", {"C": x.shape[-1]})
     request = EpilogueRequest(
         rows=math.prod(x.shape[:-1]),
         inputs=w.shape[0],

@@ -217,6 +217,9 @@ def plan_mlp(
       ValueError: as `as_language_model`, or rows below 1.
       NotImplementedError: `gated_product` cannot run it.
     """
+    one_of("gated_product", gated_product, (None, *GATED_PRODUCTS))
+    if mesh is not None:
+        check_mesh(config, mesh)
     x = jax.ShapeDtypeStruct((at_least("rows", rows, 1), config.hidden_size), dtype)
     w = jax.ShapeDtypeStruct((config.hidden_size, 2, config.intermediate_size), dtype)
     product = gated_product if mesh is None else UNFUSED

@@ -23,6 +23,7 @@ from tests.fusion.test_hopper import SEEN, assert_near, use
 from tests.mutants import mutant
 
 H200 = "NVIDIA H200"
+STRUCT = jax.ShapeDtypeStruct
 SIZES = (128, 256)
 
 
@@ -253,3 +254,29 @@ def test_inside_of_shard_map_the_parts_of_a_device_decide(standing_in: None) -> 
     specs: dict[str, Any] = {"in_specs": (P("d"), P()), "out_specs": P("d")}
     assert_near(jax.jit(jax.shard_map(call, mesh=mesh, **specs))(x, w), unfused(x, w))
     assert SEEN[-1] == ("few", (16, 128))
+
+
+# What is wrong is named, whoever would compute it.
+
+
+@pytest.mark.parametrize("implementation", [None, "unfused", "xla"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activation": "swish"}, "`activation`: expected one of .*'silu'.* got 'swish'"),
+        ({"x": STRUCT((), jnp.float32)}, r"`x`: expected rank 1 or more, shape \[..., C\], got shape \[\]"),
+        ({"x": STRUCT((4, 8), jnp.int32)}, "`x`: expected dtype bfloat16, .* got int32"),
+        ({"w": STRUCT((8, 2, 16), jnp.int8)}, "`w`: expected dtype bfloat16, .* got int8"),
+        ({"w": STRUCT((8, 16), jnp.float32)}, r"`w`: expected rank 3 with shape \[C, 2, F\]"),
+        ({"w": STRUCT((8, 3, 16), jnp.float32)}, r"`w`: expected shape \[C, 2, F\] .* got shape \[8, 3, 16\]"),
+        ({"w": STRUCT((7, 2, 16), jnp.float32)}, "with C = 8 on axis 0"),
+    ],
+)
+def test_wrong_arguments_are_named(implementation: str | None, changes: dict[str, Any], message: str) -> None:
+    right: dict[str, Any] = {"x": STRUCT((4, 8), jnp.float32), "w": STRUCT((8, 2, 16), jnp.float32)}
+    options: dict[str, Any] = right | {"activation": "silu", "implementation": implementation} | changes
+    x, w = options.pop("x"), options.pop("w")
+    with pytest.raises(ValueError, match=message):
+        plan_gated_product(x, w, **options)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda x, w: module.gated_product(x, w, unfused=lambda x, w: x, **options), x, w)

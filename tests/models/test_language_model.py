@@ -130,3 +130,11 @@ def test_the_plan_says_who_computes_the_gated_product() -> None:
 def test_a_gated_product_that_there_is_not() -> None:
     with pytest.raises(ValueError, match="`gated_product`: expected one of"):
         models.as_language_model(example("llama")[0], gated_product="cublas")
+    for mesh in (None, models.decoder_mesh(1, 1)):
+        with pytest.raises(ValueError, match="`gated_product`: expected one of"):
+            models.plan_mlp(example("llama")[0], 8, gated_product="cublas", mesh=mesh)
+
+
+def test_a_plan_for_a_mesh_that_the_model_cannot_lie_on() -> None:
+    with pytest.raises(ValueError, match="`mesh`"):
+        models.plan_mlp(example("llama")[0], 8, mesh=jax.make_mesh((1,), ("x",)))
