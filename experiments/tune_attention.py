@@ -36,6 +36,7 @@ from flashspec.attention import (
     plan_attention,
     tuning,
 )
+from flashspec.devices import multiprocessors
 from flashspec.measure import Call, checked, compile_call, interleaved
 from pallas_kernels.gpu.hopper import attention_decode_config
 from pallas_kernels.gpu.hopper.attention_decode_config import DecodeShape
@@ -308,7 +309,7 @@ def decode_task(job: Job, B: int, S: int, T: int) -> Task:
     """T new tokens over a full cache of S slots."""
     N, K, H = (4, 2, 64) if job.smoke else (32, 8, 128)
     shape = DecodeShape(B, T, S, N, K, H)
-    configs = attention_decode_config.candidates(shape, hopper_decode.CORES)
+    configs = attention_decode_config.candidates(shape, multiprocessors(jax.devices()[0].device_kind))
 
     def arrays(dtype: Any = jnp.bfloat16) -> tuple[jax.Array, DenseView]:
         keys, sizes = jax.random.split(jax.random.key(job.seed), 3), ((B, T, N, H), (B, S, K, H), (B, S, K, H))

@@ -19,7 +19,7 @@ from flashspec.attention.request import AttentionRequest
 from flashspec.attention.settings import Hopper, settings_of
 from flashspec.attention.views import PagedView, View, WindowView
 from flashspec.checks import fail
-from flashspec.devices import device_facts
+from flashspec.devices import multiprocessors
 from flashspec.selection import elsewhere
 from pallas_kernels.gpu.hopper.attention_decode_config import (
     NOWHERE,
@@ -36,7 +36,6 @@ from pallas_kernels.gpu.hopper.attention_decode_config import (
 from pallas_kernels.launch import cdiv
 
 CAPABILITY = "9.0"
-CORES = device_facts("NVIDIA H200").cores or 1  # what the launch is shaped for; any Hopper chip runs it
 
 type Kernel = Callable[[DecodeCall, DecodeOperands], tuple[Array, ...]]
 
@@ -94,8 +93,8 @@ def refusals(request: AttentionRequest, page: int | None) -> tuple[str, ...]:
     shape = DecodeShape(request.B, request.T, request.S, request.N, request.K, request.H, page)
     limits = kernel_refusals(shape, itemsize=request.dtype.itemsize, value_size=request.Hv)
     split = tuple(f"{axis} is split over devices" for axis in request.partitioned)
-    given = settings_of(request.settings, Hopper).decode
-    return other + split + (limits or config_refusals(shape, given or heuristic(shape, CORES)))
+    given, cores = settings_of(request.settings, Hopper).decode, multiprocessors(request.device_kind)
+    return other + split + (limits or config_refusals(shape, given or heuristic(shape, cores)))
 
 
 def hopper_decode(
@@ -186,7 +185,8 @@ def launch_config(
         raise fail("num_splits", f"None beside settings for clusters of {given.cluster}", num_splits)
     key = tuning_key(shape, request.dtype.name, is_ring=kind is WindowView)
     device = None if pinned else request.device_kind
-    return tuning.choose("attention_decode", device, key, given, lambda: heuristic(shape, CORES, pinned=pinned))
+    cores = multiprocessors(request.device_kind)
+    return tuning.choose("attention_decode", device, key, given, lambda: heuristic(shape, cores, pinned=pinned))
 
 
 def described(shape: DecodeShape, config: DecodeConfig) -> dict[str, int]:

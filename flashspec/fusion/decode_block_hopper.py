@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from flashspec.devices import find_device_facts
+from flashspec.devices import find_device_facts, multiprocessors
 from flashspec.fusion.decode_block_request import BlockArrays, BlockRequest, Stream
 from flashspec.fusion.decode_block_xla import norm
 from flashspec.fusion.request import ACTIVATIONS
@@ -33,11 +33,11 @@ def refusals(request: BlockRequest) -> tuple[str, ...]:
     other = elsewhere(CAPABILITY, request.platform, request.compute_capability)
     if other:
         return other
-    cores = _cores(request)
-    if cores is None:
+    facts = find_device_facts(request.device_kind or "")
+    if facts is None or facts.cores is None:
         kind = request.device_kind or "the device"
         return (f"needs to know the multiprocessors of {kind}: its programs wait for each other",)
-    return what_it_takes(request, cores)
+    return what_it_takes(request, facts.cores)
 
 
 def what_it_takes(request: BlockRequest, cores: int) -> tuple[str, ...]:
@@ -105,10 +105,5 @@ def _products(has_mlp: bool, has_heads: bool) -> tuple[str, ...]:
     return (PRODUCTS[:3] if has_mlp else ()) + (PRODUCTS[3:] if has_heads else ())
 
 
-def _cores(request: BlockRequest) -> int | None:
-    facts = find_device_facts(request.device_kind or "")
-    return None if facts is None else facts.cores
-
-
 def _config(request: BlockRequest) -> BlockConfig:
-    return heuristic(request.shape, _cores(request) or 132)
+    return heuristic(request.shape, multiprocessors(request.device_kind))

@@ -203,3 +203,17 @@ def test_on_a_gpu(kind: str) -> None:
     assert planned.forward.implementation == plan(*wide(kind)).forward.implementation
     text = jax.jit(decode_attention).lower(*arrays).compile().as_text()
     assert scopes(text) == {planned.forward.implementation}
+
+
+@pytest.mark.parametrize(("device", "cores"), [("NVIDIA H200", 132), ("NVIDIA H100 PCIe", 114)])
+def test_a_launch_is_shaped_for_the_device_that_is_named(device: str, cores: int) -> None:
+    """As many programs as run at once, and clusters only where all of them do."""
+
+    def config(rows: int, slots: int) -> Any:
+        keys = STRUCT((rows, slots, 8, 128), jnp.bfloat16)
+        view = DenseView(keys, keys, STRUCT((rows,), jnp.int32))
+        return plan(STRUCT((rows, 1, 32, 128), jnp.bfloat16), view, device=device).forward.config
+
+    assert config(1, 32768)["programs"] == cores
+    assert config(1, 2048)["cluster"] == 8
+    assert config(2, 2048)["launches"] == (1 if cores >= 2 * 8 * 8 else 2)

@@ -76,8 +76,8 @@ def kernel(plan: BlockPlan, ops: BlockOperands) -> Written:
 
 def use(monkeypatch: pytest.MonkeyPatch, stand_in: Any = kernel, adaptor: Any = decode_block_hopper) -> None:
     """Let "hopper" be the stand-in, on a chip of one multiprocessor."""
-    monkeypatch.setattr(decode_block_hopper, "_cores", lambda request: 1)
-    monkeypatch.setattr(adaptor, "_cores", lambda request: 1)
+    monkeypatch.setattr(decode_block_hopper, "multiprocessors", lambda kind: 1)
+    monkeypatch.setattr(adaptor, "multiprocessors", lambda kind: 1)
     monkeypatch.setattr(backends, "decode_block_kernel", lambda: stand_in)
     monkeypatch.setattr(decode_block, "decode_block_hopper", adaptor)
     monkeypatch.setitem(decode_block._REFUSALS, "hopper", lambda request: adaptor.what_it_takes(request, 1))
