@@ -68,7 +68,7 @@ class Stream(NamedTuple):
 
     Args:
       residual: x [rows rounded up to 4, C]; the rows added hold anything.
-      counts: how the programs of the kernel meet; XLA hands them on.
+      counts: what the programs of the kernel tell each other; XLA hands them on.
     """
 
     residual: Array

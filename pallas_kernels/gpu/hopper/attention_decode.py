@@ -5,7 +5,7 @@ share, its program finishes it. The statistics m, l and u (base 2, float32) of a
 second, small kernel merges them (`attention_decode_merge`). What a program does with a part is in
 `attention_decode_part`.
 
-Settings may ask for clusters instead, which need no second kernel (`attention_decode_cluster`).
+Clusters, which the heuristic's settings have for short caches, need no second kernel (`attention_decode_cluster`).
 """
 
 import functools
