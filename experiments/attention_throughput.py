@@ -26,6 +26,7 @@ from experiments.attention_cases import (
 from experiments.compilation import build_those_that_can
 from experiments.harness import Job
 from flashspec.attention import Ampere, AttentionPlan, Hopper, plan_attention
+from flashspec.checks import at_least
 from flashspec.measure import Interleaved, checked, compile_call, interleaved
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(job: Job) -> None:
     """All parts, or those that are asked for."""
-    for name in job.args.parts:
+    at_least("repeats", job.args.repeats, 1)
+    for name in dict.fromkeys(job.args.parts):
         if name == "memory":
             memory(job)
         elif name == "growth":

@@ -78,12 +78,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(job: Job) -> None:
     """Time forwards in all their forms, then generation."""
     args = job.args
-    if job.smoke:
-        vars(args).update(capacity=64, max_new_tokens=24, repeats=1, acceptance=[0.8], draft_length=[2])
     for name in ("capacity", "max_new_tokens", "repeats"):
         at_least(name.replace("_", "-"), getattr(args, name), 1)
+    for length in args.draft_length or ():
+        at_least("draft-length", length, 1)
     if not all(0 < acceptance < 1 for acceptance in args.acceptance or ()):
         raise fail("acceptance", "a number between 0 and 1", args.acceptance)
+    if job.smoke:
+        vars(args).update(capacity=64, max_new_tokens=24, repeats=1, acceptance=[0.8], draft_length=[2])
     config = _config(job, "target")
     model, params = models.as_language_model(config, jnp.bfloat16), random_params(config, job.seed)
     exact = checked("five tokens verified together are as one by one", lambda: agree(model, params))

@@ -49,14 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(job: Job) -> None:
     """Write both checkpoints, load them, and decode."""
     args = job.args
-    if job.smoke:
-        vars(args).update(capacity=64, max_new_tokens=24, repeats=1, acceptance=[0.8], draft_length=2)
     for name in ("draft_length", "capacity", "max_new_tokens", "repeats"):
         at_least(name.replace("_", "-"), getattr(args, name), 1)
     if not all(0 < acceptance < 1 for acceptance in args.acceptance or ()):
         raise fail("acceptance", "a number between 0 and 1", args.acceptance)
     if args.folder is not None and not args.folder.is_dir():
         raise fail("folder", "a folder that exists", args.folder)
+    if job.smoke:
+        vars(args).update(capacity=64, max_new_tokens=24, repeats=1, acceptance=[0.8], draft_length=2)
     names = {"target": args.target, "draft": args.draft}
     configs = SMOKE if job.smoke else {role: models.PRESETS[name] for role, name in names.items()}
     configs = {role: dataclasses.replace(config, eos_token_ids=()) for role, config in configs.items()}

@@ -36,6 +36,7 @@ from flashspec.attention import (
     plan_attention,
     tuning,
 )
+from flashspec.checks import at_least, fail
 from flashspec.devices import multiprocessors
 from flashspec.measure import Call, checked, compile_call, interleaved
 from pallas_kernels.gpu.hopper import attention_decode_config
@@ -63,25 +64,27 @@ class Family(NamedTuple):
     Args:
       settings: makes settings of a call.
       searches: candidates of a call, by kernel.
+      kernels: that there are.
       prefix: of the names of the kernels' files.
       widest: the largest head size with gradients.
     """
 
     settings: Any
     searches: Callable[[Any], Mapping[str, tuple[tuning.TuningKey, tuple[Any, ...]]]]
+    kernels: tuple[str, ...] = KERNELS
     prefix: str = ""
     widest: int = 256
 
 
 FAMILIES = {
     "hopper": Family(Hopper, hopper.searches),
-    "ampere": Family(Ampere, ampere.searches, "ampere_", ampere.LARGEST_BACKWARD_HEAD),
+    "ampere": Family(Ampere, ampere.searches, KERNELS[:3], "ampere_", ampere.LARGEST_BACKWARD_HEAD),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--family", choices=FAMILIES, default="hopper", help="of kernels (default: hopper)")
-    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS, help="to tune (default: all)")
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, help="to tune (default: all of the family)")
     parser.add_argument("--only", default="", help="only cases whose name has this text, such as 'T4096'")
     parser.add_argument("--repeats", type=int, default=9, help="timed calls of the best candidates, in turn")
     parser.add_argument("--seconds", type=float, default=1500.0, help="after which no further shape is begun")
@@ -127,6 +130,8 @@ class Found:
 def run(job: Job) -> None:
     """Search every shape, and write the files anew after each."""
     device = jax.devices()[0].device_kind
+    for name in ("repeats", "workers"):
+        at_least(name, getattr(job.args, name), 1)
     if not job.smoke and jax.devices()[0].platform != "gpu":
         raise NotImplementedError(f"there is no kernel to tune on {device}")
     entries: dict[str, dict[tuning.TuningKey, tuning.Entry]] = {}
@@ -248,21 +253,28 @@ def _changes(config: Any, heuristic: Any) -> str:
 
 
 def tasks(job: Job) -> list[Task]:
-    """All shapes of all kernels that are asked for."""
+    """All shapes of all kernels that are asked for.
+
+    Raises:
+      ValueError: the family has no such kernel, or no case has the name.
+    """
     found: list[Task] = []
     family = FAMILIES[job.args.family]
     training = tuple(case for case in attention_throughput.TRAINING if family.widest >= case.H)
-    for name in job.args.kernels:
+    for name in dict.fromkeys(job.args.kernels or family.kernels):
+        if name not in family.kernels:
+            raise fail("kernels", f"some of {', '.join(family.kernels)} of the family {job.args.family}", repr(name))
         if name == "decode":
-            if job.args.family != "hopper":
-                continue  # no other family has such a kernel
             shapes = ((1, 64, 1),) if job.smoke else DECODE
             found += [decode_task(job, *shape) for shape in shapes]
             continue
         grid = attention_throughput.GRID if name == "forward" else training
         cases = attention_throughput.SMOKE["forward"] if job.smoke else grid
         found += [(forward_task if name == "forward" else backward_task)(job, case, name) for case in cases]
-    return [task for task in found if job.args.only in task.label]
+    found = [task for task in found if job.args.only in task.label]
+    if not found:
+        raise fail("only", "a text in the name of some case", repr(job.args.only))
+    return found
 
 
 def _attend(job: Job, settings: Any) -> Callable[..., jax.Array]:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from jax import Array
 from experiments.compilation import build_all
 from experiments.harness import Job
 from flashspec.attention import DenseView, PagedView, decode_attention
+from flashspec.checks import at_least, fail
 from flashspec.measure import Call, Checked, Interleaved, checked, compile_call, interleaved
 
 QUESTION = "How fast is the cache read while 1 to 16 tokens are verified, beside cuDNN, FlashAttention-3 and XLA?"
@@ -82,11 +83,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(job: Job) -> None:
     """Time every case, check first."""
+    for name in ("repeats", "tokens"):
+        for value in np.atleast_1d(getattr(job.args, name)):
+            at_least(name, int(value), 1)
+    every_head = [head_counts(text) for text in job.args.heads]
     columns = ["cache", "N", "K", "T", "K + V, MB", "ours, us", "GB/s", "best peer", "ours over it", "T over T = 1"]
     rows: list[list[Any]] = []
     speeds: dict[Case, Speed] = {}
     single: dict[tuple[Any, ...], float] = {}
-    for same_cache in cases(job):
+    for same_cache in cases(job, every_head):
         builders = {case: programs(case, arrays, smoke=job.smoke) for case, arrays in same_cache}
         built = build_all({(case, name): each for case, named in builders.items() for name, each in named.items()})
         for case, named in builders.items():
@@ -108,7 +113,15 @@ def run(job: Job) -> None:
     conclude(job, speeds)
 
 
-def cases(job: Job) -> Iterator[list[tuple[Case, Mapping[str, Array]]]]:
+def head_counts(text: str) -> tuple[int, int]:
+    """N and K of a text such as 32x8."""
+    N, by, K = text.partition("x")
+    if not (by and N.isdecimal() and K.isdecimal() and int(K) and int(N) and int(N) % int(K) == 0):
+        raise fail("heads", "NxK with N a multiple of K, such as 32x8", repr(text))
+    return int(N), int(K)
+
+
+def cases(job: Job, every_head: Sequence[tuple[int, int]]) -> Iterator[list[tuple[Case, Mapping[str, Array]]]]:
     """Every case of the grid, those that share a cache together."""
     if job.smoke:
         yield of_cache(job, "dense", 4, 2, (100, 64), 128, (1, 3))
@@ -116,8 +129,7 @@ def cases(job: Job) -> Iterator[list[tuple[Case, Mapping[str, Array]]]]:
         return
     rows, low, high = RAGGED
     ragged = tuple(int(x) for x in np.random.default_rng(job.seed).integers(low, high + 1, rows))
-    for heads in job.args.heads:
-        N, K = (int(x) for x in heads.split("x"))
+    for N, K in every_head:
         for B, S in SHAPES:
             yield of_cache(job, "dense", N, K, (S,) * B, S, job.args.tokens)
         yield of_cache(job, "ragged", N, K, ragged, high, job.args.tokens)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.shared_prefix import first_that_pays
-from experiments.verify_bandwidth import Case, close
+from experiments.verify_bandwidth import Case, close, head_counts
 
 
 def test_bytes_count_live_keys_and_values() -> None:
@@ -18,6 +18,13 @@ def test_outputs_agree_within_rounding_only() -> None:
     assert close(want * (1 + 2**-9), want)
     assert not close(want * 1.05, want)
     assert not close(np.where(want == want.max(), np.nan, want), want)
+
+
+def test_numbers_of_heads() -> None:
+    assert head_counts("32x8") == (32, 8)
+    for wrong in ("32", "32x", "x8", "5x2", "32x0", "0x8", "-32x8", "axb", "32x8x1"):
+        with pytest.raises(ValueError, match=f"`heads`: expected NxK .* got '{wrong}'"):
+            head_counts(wrong)
 
 
 @pytest.mark.parametrize(

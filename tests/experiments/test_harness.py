@@ -156,3 +156,24 @@ def test_every_experiment_asks_a_question() -> None:
     found = registry.discover()
     assert found
     assert all(experiment.question.endswith("?") for experiment in found.values())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("attention_throughput --repeats -1", "`repeats`: expected an integer of at least 1, got -1"),
+        ("decode_roofline --acceptance 1.5", "`acceptance`: expected a number between 0 and 1, got [1.5]"),
+        ("decode_roofline --capacity 0", "`capacity`: expected an integer of at least 1, got 0"),
+        ("decode_roofline --draft-length -2", "`draft-length`: expected an integer of at least 1, got -2"),
+        ("large_pair --acceptance nan", "`acceptance`: expected a number between 0 and 1, got [nan]"),
+        ("large_pair --repeats 0", "`repeats`: expected an integer of at least 1, got 0"),
+        ("tune_attention --workers 0", "`workers`: expected an integer of at least 1, got 0"),
+        ("verify_bandwidth --tokens 1 -1", "`tokens`: expected an integer of at least 1, got -1"),
+        ("verify_bandwidth --heads 5x2", "`heads`: expected NxK with N a multiple of K, such as 32x8, got '5x2'"),
+    ],
+)
+def test_a_wrong_number_is_refused_in_a_smoke_run_too(line: str, message: str, tmp_path: Path, capsys) -> None:
+    """Though that has numbers of its own: what is given and not used would be dropped in silence."""
+    name, *argv = line.split()
+    assert harness.run_experiment(name, [*argv, "--smoke", "--out", str(tmp_path)]) == registry.WRONG_USE
+    assert f"error: {message}" in capsys.readouterr().err

@@ -95,7 +95,7 @@ def test_what_is_saved_is_what_the_library_reads(tmp_path: Path, monkeypatch: py
 
 
 def job(tmp_path: Path, family: str, *, smoke: bool) -> Any:
-    args = argparse.Namespace(family=family, kernels=tune_attention.KERNELS, only="", smoke=smoke, seed=0, out=tmp_path)
+    args = argparse.Namespace(family=family, kernels=None, only="", smoke=smoke, seed=0, out=tmp_path)
     return harness.Job(registry.find("tune_attention"), args, "a command")
 
 
@@ -108,6 +108,20 @@ def test_what_a_family_searches_is_what_its_files_may_hold(family: str, tmp_path
         assert {type(config) for config in task.configs} == {kernel.config}
         assert not any(kernel.refusals(task.key, config) for config in task.configs)
     assert {task.key.deterministic for task in found} == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("ampere", {"kernels": ("forward", "decode")}, "`kernels`: expected some of forward, .* got 'decode'"),
+        ("hopper", {"only": "T5"}, "`only`: expected a text in the name of some case, got 'T5'"),
+    ],
+)
+def test_what_there_is_not_to_tune(family: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    asked = job(tmp_path, family, smoke=True)
+    vars(asked.args).update(options)
+    with pytest.raises(ValueError, match=message):
+        tune_attention.tasks(asked)
 
 
 def test_heads_without_gradients_of_a_family_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
