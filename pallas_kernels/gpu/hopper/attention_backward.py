@@ -80,6 +80,10 @@ def attention_backward(
     )
     if reasons:
         raise ValueError("; ".join(reasons))
+    fused = is_fused(shape, deterministic=deterministic)
+    if dq is not None and (not fused or (dq.shape, dq.dtype) != (shape.dq_tiles, jnp.float32)):
+        expected = f"float32 {list(shape.dq_tiles)}" if fused else "None where dQ has a kernel of its own"
+        raise ValueError(f"`dq`: expected {expected}, got {dq.dtype} {list(dq.shape)}")
     if 0 in (shape.B, shape.T, shape.S):
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
     lse, delta = _padded_rows(shape, lse, delta)
@@ -87,7 +91,7 @@ def attention_backward(
     if segments is not None:
         operands = operands._replace(**_segment_operands(shape, segments))
     scores = Scores(shape, mask, scale, soft_cap)
-    if not is_fused(shape, deterministic=deterministic):
+    if not fused:
         (dq,) = _launch(QueryBlocks(scores, config), operands, query)
         key_blocks = WideKeyBlocks if shape.wide else KeyBlocks
         dk, dv = _launch(key_blocks(scores, config), operands, key, value)

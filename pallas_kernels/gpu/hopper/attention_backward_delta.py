@@ -26,8 +26,12 @@ def delta_and_zeros(output: Array, output_gradient: Array, *, head_size: int) ->
       float32 [B, N, T in whole blocks of 128], the sums over Hv in float32; float32 zeros in `BackwardShape.dq_tiles`.
 
     Raises:
-      ValueError: shapes or dtypes that differ, or sizes that are no such multiples.
+      ValueError: shapes or dtypes that differ or are others, or sizes that are no such multiples.
     """
+    if output.ndim != 4 or output.dtype not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(
+            f"`output`: expected bfloat16 or float16 [B, T, N, Hv], got {output.dtype} {list(output.shape)}"
+        )
     if (output.shape, output.dtype) != (output_gradient.shape, output_gradient.dtype):
         raise ValueError(
             f"`output_gradient`: expected {output.dtype} {list(output.shape)} as `output`, "

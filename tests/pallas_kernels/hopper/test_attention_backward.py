@@ -338,6 +338,31 @@ def test_what_delta_does_not_take():
         attention_backward_delta.delta_and_zeros(x, x.astype(jnp.float32), head_size=64)
     with pytest.raises(ValueError, match="`head_size`: expected a multiple of 64, got 80"):
         attention_backward_delta.delta_and_zeros(x, x, head_size=80)
+    for wrong, got in ((x[0], r"bfloat16 \[8, 1, 64\]"), (x.astype(jnp.float32), r"float32 \[1, 8, 1, 64\]")):
+        with pytest.raises(ValueError, match=rf"`output`: expected bfloat16 or float16 \[B, T, N, Hv\], got {got}"):
+            attention_backward_delta.delta_and_zeros(wrong, wrong, head_size=64)
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "dq", "message"),
+    [
+        (
+            False,
+            ((1, 1, 3, 2, 64, 64), jnp.float32),
+            r"expected float32 \[1, 1, 4, 2, 64, 64\], got float32 \[1, 1, 3,",
+        ),
+        (False, ((1, 1, 4, 2, 64, 64), jnp.bfloat16), "expected float32 .* got bfloat16"),
+        (True, ((1, 1, 4, 2, 64, 64), jnp.float32), "expected None where dQ has a kernel of its own"),
+    ],
+)
+def test_zeros_that_dq_cannot_be_added_to(deterministic, dq, message):
+    """Additions would go past their end, or nowhere."""
+    case = CASES["H = 128"]
+    rows = [jax.ShapeDtypeStruct((case.B, case.N, case.T), jnp.float32)] * 2
+    with pytest.raises(ValueError, match=f"`dq`: {message}"):
+        jax.eval_shape(
+            launch(case, deterministic=deterministic, static=True), *case.arrays, *rows, dq=jax.ShapeDtypeStruct(*dq)
+        )
 
 
 @pytest.mark.parametrize(("H", "deterministic"), [(64, False), (128, False), (64, True), (128, True), (256, False)])
