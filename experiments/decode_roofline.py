@@ -221,6 +221,7 @@ def fused_model(job: Job, config: models.DecoderConfig, shapes: tuple[tuple[int,
     widest = max(batch * width for batch, width in shapes)
     plan = plan_decode_block(widest, config.hidden_size, config.intermediate_size, form)
     if "hopper" in plan.rejected and not job.smoke:
+        job.say(f"{FUSED_FORM}: not here: {'; '.join(plan.rejected['hopper'])}")
         return None
     return models.as_language_model(config, jnp.bfloat16, decode_block="xla" if job.smoke else "hopper")
 

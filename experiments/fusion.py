@@ -1,7 +1,6 @@
 """A matrix product with its tail: fused and step by step, and an intermediate for which fusing loses."""
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 import re
@@ -13,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from experiments.compilation import build_all
 from experiments.harness import Job
 from flashspec.calibration import program_work
+from flashspec.checks import at_least
 from flashspec.fusion import ACTIVATIONS, EpiloguePlan, matmul_epilogue, plan_matmul_epilogue
 from flashspec.measure import Call, Checked, Interleaved, checked, compile_call, interleaved
 
@@ -93,6 +94,7 @@ class Standing:
 
 def run(job: Job) -> None:
     """Every tail at every number of rows, then the intermediate with two uses."""
+    at_least("repeats", job.args.repeats, 1)
     repeats = 1 if job.smoke else job.args.repeats
     rows: list[list[Any]] = []
     standings: list[Standing] = []
@@ -208,8 +210,7 @@ def programs(case: Case) -> dict[str, Call]:
         for name, (function, options) in ways.items():
             one = functools.partial(compile_call, function, operands["x"], pair, compiler_options=options)
             builders[f"{DECODER}, {name}"] = one
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        return dict(zip(builders, pool.map(lambda build: build(), builders.values()), strict=True))
+    return build_all(builders)
 
 
 def _by_name(function: Callable[..., Array], operands: dict[str, Array]) -> Array:

@@ -165,6 +165,7 @@ def test_every_experiment_asks_a_question() -> None:
         ("decode_roofline --acceptance 1.5", "`acceptance`: expected a number between 0 and 1, got [1.5]"),
         ("decode_roofline --capacity 0", "`capacity`: expected an integer of at least 1, got 0"),
         ("decode_roofline --draft-length -2", "`draft-length`: expected an integer of at least 1, got -2"),
+        ("fusion --repeats 0", "`repeats`: expected an integer of at least 1, got 0"),
         ("large_pair --acceptance nan", "`acceptance`: expected a number between 0 and 1, got [nan]"),
         ("large_pair --repeats 0", "`repeats`: expected an integer of at least 1, got 0"),
         ("tune_attention --workers 0", "`workers`: expected an integer of at least 1, got 0"),
