@@ -33,6 +33,7 @@ from flashspec.checks import at_least, fail
 from flashspec.fusion.decode_block import BlockForm, Heads, plan_decode_block
 from flashspec.language_model import LanguageModel, Params
 from flashspec.measure import HOST, Checked, checked, compile_call
+from flashspec.models import fused_step
 from flashspec.models.checkpoint import stored_tensors
 from flashspec.sampling import SamplingParams
 from flashspec.speculative import ModelDrafter
@@ -220,8 +221,9 @@ def fused_model(job: Job, config: models.DecoderConfig, shapes: tuple[tuple[int,
     form = BlockForm(heads, config.rms_norm_eps)
     widest = max(batch * width for batch, width in shapes)
     plan = plan_decode_block(widest, config.hidden_size, config.intermediate_size, form)
-    if "hopper" in plan.rejected and not job.smoke:
-        job.say(f"{FUSED_FORM}: not here: {'; '.join(plan.rejected['hopper'])}")
+    reasons = fused_step.refusals(config) + (() if job.smoke else plan.rejected.get("hopper", ()))
+    if reasons:
+        job.say(f"{FUSED_FORM}: not here: {'; '.join(reasons)}")
         return None
     return models.as_language_model(config, jnp.bfloat16, decode_block="xla" if job.smoke else "hopper")
 

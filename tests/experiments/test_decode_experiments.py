@@ -1,10 +1,15 @@
-"""The arithmetic of the two experiments on decoding."""
+"""The arithmetic of the experiments on decoding, and what they leave out."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from experiments import decode_roofline
 from experiments.shared_prefix import first_that_pays
 from experiments.verify_bandwidth import Case, close, head_counts
+from flashspec import models
 
 
 def test_bytes_count_live_keys_and_values() -> None:
@@ -18,6 +23,15 @@ def test_outputs_agree_within_rounding_only() -> None:
     assert close(want * (1 + 2**-9), want)
     assert not close(want * 1.05, want)
     assert not close(np.where(want == want.max(), np.nan, want), want)
+
+
+def test_a_form_that_there_is_not_is_told() -> None:
+    said: list[str] = []
+    job: Any = SimpleNamespace(smoke=False, say=said.append)
+    for name in ("gemma-2-2b", "qwen3-8b"):
+        assert decode_roofline.fused_model(job, models.PRESETS[name], ((1, 1),)) is None
+    assert "the family gemma2 normalises" in said[0]
+    assert "runs on cuda of compute capability 9.0 only" in said[1]
 
 
 def test_numbers_of_heads() -> None:
