@@ -20,12 +20,12 @@ def build_those_that_can[Name, Made](
 ) -> tuple[dict[Name, Made], dict[Name, str]]:
     """What the builders make that can, and for the others the reason, both by name."""
 
-    def attempt(build: Callable[[], Made]) -> tuple[Made | None, str]:
+    def attempt(build: Callable[[], Made]) -> tuple[list[Made], str]:
         try:
-            return build(), ""
+            return [build()], ""
         except Exception as error:  # whatever stops another library, or settings that nobody has tried
-            return None, f"{type(error).__name__}: {str(error)[:200]}"
+            return [], f"{type(error).__name__}: {str(error)[:200]}"
 
     found = build_all({name: functools.partial(attempt, build) for name, build in builders.items()}, workers)
-    made = {name: one for name, (one, _) in found.items() if one is not None}
+    made = {name: one for name, (ones, _) in found.items() for one in ones}
     return made, {name: reason for name, (_, reason) in found.items() if reason}

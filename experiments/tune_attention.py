@@ -268,6 +268,8 @@ def tasks(job: Job) -> list[Task]:
             shapes = ((1, 64, 1),) if job.smoke else DECODE
             found += [decode_task(job, *shape) for shape in shapes]
             continue
+        for case in set(attention_throughput.TRAINING) - set(training) if name != "forward" and not job.smoke else ():
+            job.say(f"left out: {name}, {case}: its kernel takes heads of {family.widest} at most")
         grid = attention_throughput.GRID if name == "forward" else training
         cases = attention_throughput.SMOKE["forward"] if job.smoke else grid
         found += [(forward_task if name == "forward" else backward_task)(job, case, name) for case in cases]
