@@ -16,7 +16,7 @@ from experiments.compilation import build_all
 from experiments.harness import Job
 from experiments.large_pair import agree, random_prompt
 from experiments.pairs import Pair
-from experiments.programs import Program, Programs, Prompts, time_decoding
+from experiments.programs import Programs, program_builders, time_decoding
 from experiments.round_costs import Loop
 from experiments.ruled_models import (
     SAMPLING,
@@ -264,7 +264,7 @@ def speculation(job: Job, own: Mapping[str, Params], exact: Checked) -> None:
     shape = round_costs.Shape(1, args.capacity, **few)
     with job.console.status("compiling"):
         loops = build_all(round_costs.part_loops(pair, lengths, SAMPLING, shape))
-        programs = build_all({length: _program(job, pair, length, batches[0], SAMPLING) for length in (0, *lengths)})
+        programs = build_all(program_builders(pair, (0, *lengths), batches[0], SAMPLING, "chain", args.max_new_tokens))
     found: dict[float, dict[int, Speedup]] = {acceptance: {} for acceptance in acceptances}
     parts = round_costs.parts(loops)
     for length in job.track(lengths, "draft lengths"):
@@ -274,10 +274,6 @@ def speculation(job: Job, own: Mapping[str, Params], exact: Checked) -> None:
             timings = time_decoding(Programs(programs[0], fast), batches, SAMPLING, job.seed, exact, args.repeats)
             found[acceptance][length] = _compare(job, timings, parts[length], acceptance, length)
     _report(job, found)
-
-
-def _program(job: Job, pair: Pair, length: int, example: Prompts, sampling: SamplingParams) -> Any:
-    return functools.partial(Program, pair, length, "chain", job.args.max_new_tokens, example, sampling)
 
 
 class Speedup(NamedTuple):
@@ -349,8 +345,9 @@ def against_hugging_face(job: Job, own: Mapping[str, Params], exact: Checked) ->
     drafter = ModelDrafter(language["draft"], own["draft"])
     pair = Pair(configs["target"], language["target"], own["target"], drafter, no_words(), jnp.bfloat16)
     batches = [random_prompt(job, configs["target"].vocab_size, length)]
-    programs = build_all({drafts: _program(job, pair, drafts, batches[0], GREEDY) for drafts in (0, length)})
-    timings = time_decoding(Programs(programs[0], programs[length]), batches, GREEDY, job.seed, exact, job.args.repeats)
+    facts = (batches[0], GREEDY, "chain", job.args.max_new_tokens)
+    programs = Programs(*build_all(program_builders(pair, (0, length), *facts)).values())
+    timings = time_decoding(programs, batches, GREEDY, job.seed, exact, job.args.repeats)
     times = {"plain": timings.plain.tpot_s, "speculative": timings.speculative.tpot_s}
     ours = {way: seconds for way, seconds in times.items() if seconds is not None}
     prompt = batches[0].tokens

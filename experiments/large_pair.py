@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,7 @@ from experiments.bandwidth_bound import read_rate, step_bytes
 from experiments.compilation import build_all
 from experiments.harness import Job
 from experiments.host_memory import AnonymousPeak
-from experiments.pairs import Pair
-from experiments.programs import Program, Programs, Prompts, Timings, time_decoding
+from experiments.programs import Programs, Prompts, Timings, program_builders, time_decoding
 from experiments.ruled_models import SAMPLING, SMOKE, accepted_as_set, drafter_of, random_params, ruled_pair
 from flashspec import costs, models
 from flashspec.checks import at_least, fail
@@ -122,7 +121,9 @@ def decode(job: Job, configs: dict[str, models.DecoderConfig], loaded: dict[str,
     batches = [random_prompt(job, vocab_size, args.draft_length)]
     with job.console.status("compiling"):
         loops = build_all(round_costs.part_loops(pair, lengths, SAMPLING, shape))
-        programs = Programs(**build_all(program_builders(job, pair, batches[0])))
+        drafts = 0, args.draft_length
+        built = build_all(program_builders(pair, drafts, batches[0], SAMPLING, "chain", args.max_new_tokens))
+    programs = Programs(*built.values())
     parts = round_costs.parts(loops)[args.draft_length]
     report_steps(job, parts, configs["target"], shape)
     rows = []
@@ -155,13 +156,6 @@ def agree(model: LanguageModel, params: Params) -> bool:
         single.append(logits)
     one, other = np.asarray(together), np.asarray(jnp.concatenate(single, axis=1))
     return bool(np.abs(one - other).max() < 0.1 * np.abs(other).max())
-
-
-def program_builders(job: Job, pair: Pair, example: Prompts) -> dict[str, Callable[[], Program]]:
-    """What compiles plain and speculative decoding."""
-    facts = ("chain", job.args.max_new_tokens, example, SAMPLING)
-    lengths = {"plain": 0, "speculative": job.args.draft_length}
-    return {way: functools.partial(Program, pair, length, *facts) for way, length in lengths.items()}
 
 
 def report_steps(job: Job, parts: costs.RoundCosts, config: models.DecoderConfig, shape: round_costs.Shape) -> None:

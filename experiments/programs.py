@@ -1,7 +1,8 @@
 """Plain and speculative decoding as programs compiled ahead of time, and their times over a set of prompts."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -109,13 +110,21 @@ class Programs(NamedTuple):
     speculative: Program
 
 
+def program_builders(
+    pair: Pair, lengths: Iterable[int], example: Prompts, sampling: SamplingParams, rule: str, max_new_tokens: int
+) -> dict[int, Callable[[], Program]]:
+    """What compiles decoding with so many drafts a round, by their number; 0 is plain decoding."""
+    return {
+        length: functools.partial(Program, pair, length, rule, max_new_tokens, example, sampling) for length in lengths
+    }
+
+
 def compile_programs(
     pair: Pair, batches: Sequence[Prompts], sampling: SamplingParams, draft_length: int, rule: str, max_new_tokens: int
 ) -> Programs:
-    """Compile both programs for the shape of the batches."""
-    return Programs(
-        *(Program(pair, drafts, rule, max_new_tokens, batches[0], sampling) for drafts in (0, draft_length))
-    )
+    """Compile both programs for the shape of the batches, one after the other: each is asked how long that took."""
+    builders = program_builders(pair, (0, draft_length), batches[0], sampling, rule, max_new_tokens)
+    return Programs(*(build() for build in builders.values()))
 
 
 @dataclasses.dataclass(frozen=True)
