@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.hopper.attention_backward_config import BackwardShape
-from pallas_kernels.gpu.hopper.attention_tile import TILE, tiled
+from pallas_kernels.gpu.hopper.attention_tile import TILE, block_of_rows, tiled
 
 
 def delta_and_zeros(output: Array, output_gradient: Array, *, head_size: int) -> tuple[Array, Array]:
@@ -47,9 +47,7 @@ def delta_and_zeros(output: Array, output_gradient: Array, *, head_size: int) ->
         return jnp.zeros((B, N, blocks * TILE), jnp.float32), jnp.zeros(tiles, jnp.float32)
 
     def body(o: Any, do: Any, delta: Any, dq: Any, o_smem: Any, do_smem: Any, sums: Any, zeros: Any, full: Any) -> None:
-        # Heads come first: thread blocks that run at once read whole rows of memory.
-        index, head = lax.axis_index("program"), lax.rem(lax.axis_index("program"), N)
-        batch, block = lax.div(index, N * blocks), lax.rem(lax.div(index, N), blocks)
+        batch, head, block = block_of_rows(N, blocks)
         rows = pl.ds(block * TILE, TILE)
         plgpu.copy_gmem_to_smem(o.at[batch, rows, head], o_smem, full)
         plgpu.copy_gmem_to_smem(do.at[batch, rows, head], do_smem, full)

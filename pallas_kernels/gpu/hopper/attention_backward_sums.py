@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.mosaic.gpu import utils as mgpu
@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from pallas_kernels.gpu.hopper.attention_tile import MATRIX, TILE, tiled
+from pallas_kernels.gpu.hopper.attention_tile import MATRIX, TILE, block_of_rows, tiled
 from pallas_kernels.launch import cdiv
 
 THREADS = 128  # of a warpgroup
@@ -85,9 +85,7 @@ def rows_of(sums: Array, length: int, *, scale: float, dtype: Any) -> Array:
     blocks = cdiv(length, TILE)
 
     def body(sums: Any, dq: Any, rows: Any) -> None:
-        # Heads come first: thread blocks that run at once write whole rows of memory.
-        index, head = lax.axis_index("program"), lax.rem(lax.axis_index("program"), N)
-        batch, block = lax.div(index, N * blocks), lax.rem(lax.div(index, N), blocks)
+        batch, head, block = block_of_rows(N, blocks)
         for column in range(columns):
             part = load_fragments(sums.at[batch, head, block, column])
             rows[:, pl.ds(column * TILE, TILE)] = (part * scale).astype(dtype)

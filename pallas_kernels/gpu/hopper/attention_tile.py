@@ -46,3 +46,13 @@ def index_of(start: Any, size: int, layout: Any) -> Any:
 def tanh(x: Any) -> Any:
     """tanh(x) = 1 - 2 / (1 + e^(2x)), which is exact to rounding where the fast instruction has 11 bits."""
     return 1 - 2 / (1 + jnp.exp2(x * (2 * LOG2E)))
+
+
+def block_of_rows(heads: int, blocks: int) -> tuple[Any, Any, Any]:
+    """Batch, head, and block of rows that a program of a pass over [B, T, N, H] has.
+
+    Heads come first: thread blocks that run at once touch whole rows of memory.
+    """
+    index = lax.axis_index("program")
+    rest = lax.div(index, heads)
+    return lax.div(index, heads * blocks), lax.rem(index, heads), lax.rem(rest, blocks)
