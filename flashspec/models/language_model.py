@@ -165,7 +165,7 @@ def as_language_model(
       NotImplementedError: `decode_block` for a mesh, a precision, or a family for which there is no such operation.
     """
     one_of("cache", cache, CACHES)
-    one_of("gated_product", gated_product, (None, *GATED_PRODUCTS))
+    product = _gated_product(gated_product, mesh)
     if cache == "window" and config.window is None:
         raise fail("cache", "'dense' or 'paged' for a model with layers that attend to the whole prefix", repr(cache))
     at_least("draft_length", draft_length, 0)
@@ -174,7 +174,6 @@ def as_language_model(
         mesh = check_mesh(config, mesh)
     if decode_block is not None:
         _check_fused(config, mesh, precision, decode_block)
-    product = gated_product if mesh is None else UNFUSED
     choices = draft_length, page_size, attention, precision, product, mesh, decode_block
     own = _Functions(config, jnp.dtype(dtype), cache, *choices)
     return LanguageModel(own.apply, own.init_cache, config.vocab_size, own.prefill)
@@ -190,6 +189,12 @@ def _check_fused(
     reasons += () if precision is None else (f"it has one precision of products, not {precision!r}",)
     if reasons:
         raise NotImplementedError("no fused step:\n" + "\n".join(f"  {reason}" for reason in reasons))
+
+
+def _gated_product(asked: str | None, mesh: Mesh | None) -> str | None:
+    """Who is asked to compute the gated product: on a mesh always XLA, which multiplies the parts where they lie."""
+    one_of("gated_product", asked, (None, *GATED_PRODUCTS))
+    return asked if mesh is None else UNFUSED
 
 
 def plan_mlp(
@@ -217,12 +222,11 @@ def plan_mlp(
       ValueError: as `as_language_model`, or rows below 1.
       NotImplementedError: `gated_product` cannot run it.
     """
-    one_of("gated_product", gated_product, (None, *GATED_PRODUCTS))
+    product = _gated_product(gated_product, mesh)
     if mesh is not None:
         check_mesh(config, mesh)
     x = jax.ShapeDtypeStruct((at_least("rows", rows, 1), config.hidden_size), dtype)
     w = jax.ShapeDtypeStruct((config.hidden_size, 2, config.intermediate_size), dtype)
-    product = gated_product if mesh is None else UNFUSED
     plan = plan_gated_product(x, w, activation=FUSED[config.traits.activation], implementation=product, device=device)
     return plan if mesh is None else dataclasses.replace(plan, reasons=(ON_A_MESH,))
 
