@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.custom_batching import custom_vmap
 
 from flashspec.checks import fail
 from flashspec.fusion import backends, decode_block_hopper, decode_block_xla
@@ -33,6 +32,7 @@ from flashspec.fusion.decode_block_request import (
     Stream,
     make_request,
 )
+from flashspec.fusion.decode_block_rules import with_rules
 from flashspec.selection import Implementation, Target, first_that_can, named, resolve_device, run_where_lowered
 from pallas_kernels.gpu.hopper.decode_block_config import COUNTS, MAX_ROWS, TOGETHER, BlockShape
 
@@ -197,27 +197,5 @@ def _execute(request: BlockRequest, name: str, arrays: BlockArrays) -> BlockResu
             return BlockResult(*twin(arrays))
         kernel = backends.decode_block_kernel()
         return BlockResult(
-            *_with_rules(functools.partial(decode_block_hopper.decode_block, kernel, request), twin)(arrays)
+            *with_rules(functools.partial(decode_block_hopper.decode_block, kernel, request), twin)(arrays)
         )
-
-
-def _with_rules(compute: Any, twin: Any) -> Any:
-    """The call with the twin's gradients; and the twin itself where an axis is mapped, as programs must be counted."""
-    mapped = custom_vmap(compute)
-
-    @mapped.def_vmap
-    def _map(size: int, batched: Any, arrays: BlockArrays) -> tuple[Any, Any]:
-        leaves, tree = jax.tree.flatten(arrays)
-        axes = [0 if is_batched else None for is_batched in jax.tree.leaves(batched)]
-        result = jax.vmap(lambda *leaves: twin(jax.tree.unflatten(tree, leaves)), axes, axis_size=size)(*leaves)
-        return result, jax.tree.map(lambda _: True, result)
-
-    @jax.custom_vjp
-    def call(arrays: BlockArrays) -> Any:
-        return mapped(arrays)
-
-    def backward(arrays: BlockArrays, gradient: Any) -> Any:
-        return jax.vjp(twin, arrays)[1](gradient)
-
-    call.defvjp(lambda arrays: (call(arrays), arrays), backward)
-    return call

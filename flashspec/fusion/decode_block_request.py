@@ -4,13 +4,14 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from flashspec import checks
 from flashspec.checks import fail
 from flashspec.selection import Target, placement, resolve_device
-from pallas_kernels.gpu.hopper.decode_block_config import BlockShape, Heads, Places
+from pallas_kernels.gpu.hopper.decode_block_config import AttentionForm, BlockShape, Heads, Places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,13 @@ class HeadWeights(NamedTuple):
     bias: Array | None = None
     query_norm: Array | None = None
     key_norm: Array | None = None
+
+
+class LayerWeights(NamedTuple):
+    """Of a layer."""
+
+    heads: HeadWeights
+    mlp: MlpWeights
 
 
 class Stream(NamedTuple):
@@ -119,6 +127,67 @@ class BlockRequest:
             compute_capability=target.compute_capability,
             device_kind=target.kind or None,
         )
+
+
+class LayersArrays(NamedTuple):
+    """The arrays of a step through all layers.
+
+    Args:
+      x: [rows, C] embeddings, those of one batch row after the other.
+      layers: weights.
+      places: of the rows, in every layer.
+      lengths: [2, B] integers, what each batch row holds before the step, and with its real tokens.
+      keys, values: of each layer, [leads, slots, K, H]; batch row b is lead b, and position s is slot s.
+    """
+
+    x: Array
+    layers: tuple[LayerWeights, ...]
+    places: Places
+    lengths: Array
+    keys: tuple[Array, ...]
+    values: tuple[Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayersRequest:
+    """What is known of a step through all layers without looking at a value."""
+
+    block: BlockRequest
+    attention: AttentionForm
+
+    def on(self, target: Target) -> "LayersRequest":
+        """The same step on another device."""
+        return dataclasses.replace(self, block=self.block.on(target))
+
+
+def make_layers_request(arrays: LayersArrays, form: BlockForm, scale: float) -> LayersRequest:
+    """Check the arrays of a step through all layers.
+
+    Raises:
+      ValueError: one is wrong; the message names it.
+    """
+    (rows, hidden), (K, G, H) = arrays.x.shape, form.heads
+    if not arrays.layers or {len(arrays.keys), len(arrays.values)} != {len(arrays.layers)}:
+        found = f"{len(arrays.layers)}, {len(arrays.keys)} and {len(arrays.values)}"
+        raise fail("layers", "one or more, and as many `keys` and `values`", found)
+    stream = Stream(jax.ShapeDtypeStruct((rows + -rows % 4, hidden), arrays.x.dtype), None)  # type: ignore[arg-type]
+    attended: Any = jax.ShapeDtypeStruct((rows, K * G * H), arrays.x.dtype)
+    requests = {
+        make_request(BlockArrays(stream, attended, layer.mlp, layer.heads, arrays.places, key, value), form)
+        for layer, key, value in zip(arrays.layers, arrays.keys, arrays.values, strict=True)
+    }
+    slots = {each.shape[1] for each in (*arrays.keys, *arrays.values)}
+    if len(requests) > 1 or len(slots) > 1:
+        raise fail("layers", "layers and caches of one size", f"{len(requests)} and {len(slots)} of them")
+    batch = checks.shape("lengths", arrays.lengths, "2 B")["B"]
+    if not jnp.issubdtype(arrays.lengths.dtype, jnp.integer):
+        raise fail("lengths", "integers", arrays.lengths.dtype)
+    if rows % batch:
+        raise fail("x", f"as many rows for each of {batch} batch rows", f"shape {[rows, hidden]}")
+    leads = min(each.shape[0] for each in (*arrays.keys, *arrays.values))
+    if leads < batch:
+        raise fail("keys", f"a lead for each of {batch} batch rows", f"{leads} of them")
+    return LayersRequest(requests.pop(), AttentionForm(rows // batch, slots.pop(), scale))
 
 
 def make_request(arrays: BlockArrays, form: BlockForm) -> BlockRequest:

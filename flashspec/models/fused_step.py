@@ -1,18 +1,25 @@
-"""`Decoder.step` with all that lies between two attentions as one operation, `flashspec.fusion.decode_block`."""
+"""`Decoder.step` by few launches: whole layers with their attention, or all that lies between two attentions.
+
+The first is `flashspec.fusion.decode_layers`, for dense caches and plain causal attention on a Hopper GPU; the second
+`flashspec.fusion.decode_block`, whatever attends.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from flashspec.cache import Cache
+from flashspec.attention.decode import cached_attention
+from flashspec.attention.views import DenseView, View
+from flashspec.cache import Cache, DenseCache
 from flashspec.cache.operations import advance, view
 from flashspec.checks import fail
 from flashspec.fusion.decode_block import (
+    IMPLEMENTATIONS,
     MAX_ROWS,
     BlockForm,
     Heads,
@@ -22,10 +29,13 @@ from flashspec.fusion.decode_block import (
     decode_block,
     start,
 )
+from flashspec.fusion.decode_block_request import LayersArrays, LayerWeights, make_layers_request
+from flashspec.fusion.decode_layers import decode_layers
+from flashspec.fusion.decode_layers import refusals as layers_refusals
 from flashspec.models.config import DecoderConfig
 from flashspec.models.decoder import Block, Decoder
 from flashspec.models.rotary import frequencies, rotary_angles
-from flashspec.selection import Implementation
+from flashspec.selection import Implementation, Target, named, resolve_device, run_where_lowered
 
 __all__ = ["MAX_ROWS", "fused_step", "refusals"]
 
@@ -67,26 +77,97 @@ def fused_step(
     B, T = tokens.shape
     if B * T > MAX_ROWS:
         raise fail("tokens", f"at most {MAX_ROWS} in all rows together", f"shape {[B, T]}")
-    heads = Heads(config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
-    form = BlockForm(heads, config.rms_norm_eps, config.traits.unit_offset, config.traits.activation)
+    form = block_form(config)
     positions = cache.length[:, None] + jnp.arange(T, dtype=cache.length.dtype)[None, :]
-    cache, index = advance(cache, T, num_valid)
+    after, index = advance(cache, T, num_valid)
     places = {rotation: _places(config, rotation, positions, index) for rotation in dict.fromkeys(config.rotations)}
-    keys, values = list(cache.key), list(cache.value)
-    stream, attended, mlp = start(decoder.embed_few(tokens).reshape(B * T, -1)), None, None
-    between = functools.partial(decode_block, form=form, implementation=implementation)
-    for layer, (block, rotation) in enumerate(zip(decoder.layers, config.rotations, strict=True)):
-        held = keys[layer], values[layer]
-        stream, query, *written = between(stream, attended, mlp, _heads(block), places[rotation], held)
-        keys[layer], values[layer] = written  # type: ignore[assignment]
-        cache = dataclasses.replace(cache, key=tuple(keys), value=tuple(values))
-        assert query is not None
+    arrays = LayersArrays(
+        decoder.embed_few(tokens).reshape(B * T, -1),
+        tuple(LayerWeights(_heads(block), _mlp(block)) for block in decoder.layers),
+        places[config.rotations[0]],
+        jnp.stack([cache.length, after.length]),
+        cache.key,
+        cache.value,
+    )
+
+    def attend(layer: int, query: Array, view: View, real: Array | None) -> Array:
         by_row = query.reshape(B, T, config.num_heads, config.head_dim)
-        options = decoder.attention_options(layer)
-        attended = attention(by_row, view(cache, layer), q_lengths=num_valid, **options).reshape(B * T, -1)
-        mlp = MlpWeights(block.out[...], block.mlp_norm.scale[...], block.gate_up[...], block.down[...])
-    stream, *_ = between(stream, attended, mlp, None, None, None)
-    return decoder.norm(stream.residual[: B * T].reshape(B, T, -1)), cache
+        return attention(by_row, view, q_lengths=real, **decoder.attention_options(layer)).reshape(B * T, -1)
+
+    def in_launches(arrays: LayersArrays) -> Any:
+        """A layer in each, with its attention; the twin has operations instead."""
+
+        def twin(arrays: LayersArrays) -> Any:
+            held, length = arrays.lengths
+
+            def attend_plain(layer: int, query: Array, keys: Any, values: Any) -> Array:
+                return attend(layer, query, DenseView(keys[layer], values[layer], length), length - held)
+
+            return one_by_one(arrays, [arrays.places] * config.num_layers, attend_plain, form, "xla")
+
+        return decode_layers(make_layers_request(arrays, form, config.score_scale), arrays, twin)
+
+    def between(arrays: LayersArrays) -> Any:
+        """A kernel, or operations, between every two attentions."""
+
+        def attend_cache(layer: int, query: Array, keys: Any, values: Any) -> Array:
+            return attend(layer, query, view(dataclasses.replace(after, key=keys, value=values), layer), num_valid)
+
+        own = [places[rotation] for rotation in config.rotations]
+        return one_by_one(arrays, own, attend_cache, form, implementation)
+
+    def select(target: Target) -> str:
+        # A user's own attention is called. For one batch row, attention is as fast outside (0.99 on an H200).
+        plain = isinstance(cache, DenseCache) and attention is cached_attention and B > 1
+        plain = plain and takes_whole_layers(config, implementation)
+        request = make_layers_request(arrays, form, config.score_scale).on(target) if plain else None
+        return "between" if request is None or layers_refusals(request) else "in launches"
+
+    ways = {"in launches": in_launches, "between": between}
+    here = resolve_device(None, arrays.x)
+    x, keys, values = run_where_lowered(arrays, here, select, lambda name, arrays: ways[name](arrays))
+    return decoder.norm(x.reshape(B, T, -1)), dataclasses.replace(after, key=keys, value=values)
+
+
+def one_by_one(
+    arrays: LayersArrays,
+    places: Sequence[Places],
+    attend: Callable[[int, Array, Any, Any], Array],
+    form: BlockForm,
+    implementation: Implementation,
+) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
+    """x behind the last layer, and keys and values, by `decode_block` and attention in turns.
+
+    Args:
+      arrays: of the step; `places` take the place of its own.
+      places: of each layer.
+      attend: (layer, query [rows, N, H], keys and values of all layers) -> [rows, N H].
+      form: what all layers share.
+      implementation: of `decode_block`.
+    """
+    keys, values = list(arrays.keys), list(arrays.values)
+    stream, attended, mlp = start(arrays.x), None, None
+    step = functools.partial(decode_block, form=form, implementation=implementation)
+    for layer, (weights, own) in enumerate(zip(arrays.layers, places, strict=True)):
+        cache = keys[layer], values[layer]
+        stream, query, keys[layer], values[layer] = step(stream, attended, mlp, weights.heads, own, cache)  # type: ignore[assignment]
+        assert query is not None
+        attended, mlp = attend(layer, query, tuple(keys), tuple(values)), weights.mlp
+    stream, *_ = step(stream, attended, mlp, None, None, None)
+    return stream.residual[: arrays.x.shape[0]], tuple(keys), tuple(values)
+
+
+def block_form(config: DecoderConfig) -> BlockForm:
+    """What all layers of a decoder share."""
+    heads = Heads(config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
+    return BlockForm(heads, config.rms_norm_eps, config.traits.unit_offset, config.traits.activation)
+
+
+def takes_whole_layers(config: DecoderConfig, implementation: Implementation) -> bool:
+    """Whether attention may be part of the kernel's launches: it is causal alone, and all layers turn alike."""
+    first = "xla" if implementation is None else named(implementation, IMPLEMENTATIONS)[0]
+    plain = not any(config.windows) and config.attention_soft_cap is None and len(set(config.rotations)) == 1
+    return first == "hopper" and plain
 
 
 def _heads(block: Block) -> HeadWeights:
@@ -97,6 +178,11 @@ def _heads(block: Block) -> HeadWeights:
     if traits.qk_norm:
         optional |= {"query_norm": block.q_norm.scale[...], "key_norm": block.k_norm.scale[...]}
     return HeadWeights(block.attention_norm.scale[...], block.qkv[...], **optional)
+
+
+def _mlp(block: Block) -> MlpWeights:
+    """What a layer does behind its attention."""
+    return MlpWeights(block.out[...], block.mlp_norm.scale[...], block.gate_up[...], block.down[...])
 
 
 def _places(config: DecoderConfig, rotation: Any, positions: Array, index: tuple[Array, Array]) -> Places:

@@ -1,85 +1,141 @@
 """A stand-in for the Hopper kernel of a decoder step, in jax, which writes to the cache by reference as it does."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array, lax
 
-from flashspec.fusion import backends, decode_block, decode_block_hopper
-from pallas_kernels.gpu.hopper.decode_block_config import BlockOperands, BlockPlan, refusals
+from flashspec.fusion import backends, decode_block, decode_block_hopper, decode_layers
+from pallas_kernels.gpu.hopper.decode_block_config import ADDING, PRODUCTS, BlockOperands, BlockPlan, refusals
+from pallas_kernels.gpu.hopper.decode_block_program import Buffers
 
 SEEN: list[BlockPlan] = []
 
 
-class Written(NamedTuple):
-    residual: Array | None
-    query: Array | None
-
-
-def kernel(plan: BlockPlan, ops: BlockOperands) -> Written:
-    """What the kernel computes, in float32 and rounded where it rounds."""
-    assert not refusals(plan.shape, plan.config, ops.x.dtype.name, plan.products)
+def kernel(plan: BlockPlan, ops: BlockOperands) -> Buffers:
+    """What the kernel computes, phase by phase, in float32 and rounded where it rounds."""
+    check(plan, ops)
     SEEN.append(plan)
-    (K, G, H), rows, dtype = plan.shape.heads, plan.shape.rows, ops.x.dtype
-    weights = dict(zip(plan.products, ops.weights, strict=True))
-    for name, matrix in weights.items():
-        assert matrix.shape == plan.shape.matrix(name)
+    rows, offset, adds = plan.shape.rows, float(plan.unit_offset), bool(set(ADDING) & set(plan.phases))
+    scales, x, by, query = iter(ops.scales), ops.x, jnp.ones((), jnp.float32), None
+    residual = wide(ops.residual[:rows]) if adds else jnp.zeros(())
+    for number, (name, matrix) in enumerate(zip(plan.phases, ops.weights, strict=True)):
+        if name == "attend":
+            x = attended(plan, ops)
+        if matrix is None:  # all that merging does is done
+            continue
+        y = by * jnp.dot(wide(x), wide(matrix), precision="highest")
+        by = jnp.ones((), jnp.float32)
+        if name == "gate_up":
+            gate, up = jnp.split(y, 2, axis=-1)
+            x = rounded(plan.activation(gate) * up)
+        elif name == "qkv":
+            query = heads(plan, ops, y)
+        else:
+            residual = rounded(residual + y)
+            if number + 1 < len(plan.phases):
+                x, by = rounded(residual * (wide(next(scales))[None] + offset)), factor(plan, residual)
+    padding = ((0, plan.row_groups * 4 - rows), (0, 0))
+    after = jnp.pad(residual.astype(jnp.bfloat16), padding, constant_values=np.nan) if adds else None
+    return Buffers({}, {}, {}, None, after, query)
 
-    def dot(x: Array, w: Array) -> Array:
-        return jnp.dot(x.astype(jnp.float32), w.astype(jnp.float32), precision="highest")
 
-    def rounded(x: Array) -> Array:
-        return x.astype(dtype).astype(jnp.float32)
+def check(plan: BlockPlan, ops: BlockOperands) -> None:
+    """That the operands are those which the plan asks for."""
+    products = tuple(name for name in PRODUCTS if name in plan.phases)
+    assert not refusals(plan.shape, plan.config, "bfloat16", products, plan.attention)
+    for name, matrix in zip(plan.phases, ops.weights, strict=True):
+        assert (None if matrix is None else matrix.shape) == (plan.shape.matrix(name) if name in products else None)
+        assert matrix is None or matrix.dtype == jnp.bfloat16
+    attends, makes = "attend" in plan.phases, "qkv" in plan.phases
+    assert attends or ops.x.shape == (plan.shape.rows, plan.shape.matrix(plan.phases[0])[0])
+    assert not attends or ops.query.shape == plan.query
+    assert not attends or (ops.lengths.shape, ops.lengths.dtype) == ((2, plan.query[0]), jnp.int32)
+    assert len(ops.scales) == sum(name in ADDING for name in plan.phases[:-1])
+    assert (ops.bias is not None) == (makes and plan.biased)
+    assert len(ops.head_scales) == 2 * (makes and plan.head_norms)
+    assert (len(ops.attended), len(ops.written)) == (2 * attends, 2 * makes)
 
-    def scaled(x: Array, scale: Array) -> Array:
-        x = x if plan.unit_offset else rounded(x)
-        return rounded(x * (scale.astype(jnp.float32) + float(plan.unit_offset)))
 
-    def factor(x: Array) -> Array:
-        return lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + plan.eps)
+def wide(x: Array) -> Array:
+    return x.astype(jnp.float32)
 
-    residual, x, by = None, ops.x, jnp.ones((), jnp.float32)
-    if "out" in weights:
-        residual = rounded(ops.residual[:rows].astype(jnp.float32) + dot(x, weights["out"]))
-        offset = float(plan.unit_offset)
-        gate, up = jnp.split(
-            factor(residual)
-            * dot(rounded(residual * (ops.scales[0].astype(jnp.float32)[None] + offset)), weights["gate_up"]),
-            2,
-            axis=-1,
-        )
-        residual = rounded(residual + dot(rounded(plan.activation(gate) * up), weights["down"]))
-        by = factor(residual)
-        if "qkv" in weights:
-            x = rounded(residual * (ops.scales[1].astype(jnp.float32)[None] + offset))
-        residual = jnp.pad(residual.astype(dtype), ((0, plan.row_groups * 4 - rows), (0, 0)), constant_values=np.nan)
-    if "qkv" not in weights:
-        return Written(residual, None)
-    y = by * dot(x, weights["qkv"])
+
+def rounded(x: Array) -> Array:
+    return wide(x.astype(jnp.bfloat16))
+
+
+def factor(plan: BlockPlan, x: Array) -> Array:
+    return lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + plan.eps)
+
+
+def attended(plan: BlockPlan, ops: BlockOperands) -> Array:
+    """Rows [rows, K G H] of causal attention over a layer of the cache, by packed queries."""
+    (K, G, H), (B, *_), T = plan.shape.heads, plan.query, plan.tokens
+    assert plan.attention is not None
+    held, length = (x.reshape(B, 1, 1) for x in ops.lengths)
+    at, token = jnp.arange(plan.attention.slots).reshape(1, 1, -1), jnp.arange(T).reshape(1, T, 1)
+    seen = ((at <= held + token) & (at < length))[:, None, :, None]  # [B, 1, T, 1, slots]
+    key, value = (wide(ref[:B]) for ref in ops.attended)
+    value = jnp.where((at < length).reshape(B, -1, 1, 1), value, 0.0)
+    packed = wide(ops.query[:, :, : T * G].reshape(B, K, T, G, H))
+    scores = jnp.einsum("bktgh,bskh->bktgs", packed, key, precision="highest") * plan.attention.scale
+    scores = jnp.where(seen, scores, -jnp.inf)
+    highest = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(highest == -jnp.inf, 0.0, highest))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = weights / jnp.where(total == 0.0, 1.0, total)
+    out = jnp.einsum("bktgs,bskh->btkgh", weights, value, precision="highest")
+    return rounded(out).reshape(B * T, K * G * H)
+
+
+def heads(plan: BlockPlan, ops: BlockOperands, y: Array) -> Array:
+    """Write keys and values of a product `qkv`, and pack its queries."""
+    (K, G, H), (B, _, packed, _), rows, T = plan.shape.heads, plan.query, plan.shape.rows, plan.tokens
     if plan.biased:
-        y = rounded(y) + ops.bias.astype(jnp.float32)[None]
+        y = rounded(y) + wide(ops.bias)[None]
     y = y.reshape(rows, K, G + 2, H)
     turned = rounded(y[:, :, : G + 1])
     if plan.head_norms:
-        parts = [turned[:, :, :G], turned[:, :, G:]]
-        norms = [scaled(x * factor(x), s.reshape(1, 1, 1, H)) for x, s in zip(parts, ops.head_scales, strict=True)]
-        turned = jnp.concatenate(norms, axis=2)
+
+        def scaled(x: Array, scale: Array) -> Array:
+            x = x * factor(plan, x)
+            x = x if plan.unit_offset else rounded(x)
+            return rounded(x * (wide(scale) + float(plan.unit_offset)).reshape(1, 1, 1, H))
+
+        parts = turned[:, :, :G], turned[:, :, G:]
+        turned = jnp.concatenate([scaled(*each) for each in zip(parts, ops.head_scales, strict=True)], axis=2)
     first, second = jnp.split(turned, 2, axis=-1)
     cos, sin = (x[:, None, None, :] for x in (ops.places.cos, ops.places.sin))
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(dtype)
-    for ref, new in ((ops.key, turned[:, :, G]), (ops.value, y[:, :, G + 1].astype(dtype))):
-        ref[...] = ref[...].at[ops.places.lead, ops.places.slot].set(new, mode="drop", wrap_negative_indices=False)
-    return Written(residual, turned[:, :, :G].reshape(rows, K * G, H))
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(jnp.bfloat16)
+    for ref, new in zip(ops.written, (turned[:, :, G], y[:, :, G + 1].astype(jnp.bfloat16)), strict=True):
+        places = ops.places.lead, ops.places.slot
+        ref[...] = ref[...].at[places].set(new, mode="drop", wrap_negative_indices=False)
+    query = turned[:, :, :G].reshape(B, T, K, G, H).swapaxes(1, 2).reshape(B, K, T * G, H)
+    return jnp.pad(query, ((0, 0), (0, 0), (0, packed - T * G), (0, 0)), constant_values=np.nan)
 
 
-def use(monkeypatch: pytest.MonkeyPatch, stand_in: Any = kernel, adaptor: Any = decode_block_hopper) -> None:
-    """Let "hopper" be the stand-in, on a chip of one multiprocessor."""
-    monkeypatch.setattr(decode_block_hopper, "multiprocessors", lambda kind: 1)
+def use(
+    monkeypatch: pytest.MonkeyPatch,
+    stand_in: Any = kernel,
+    adaptor: Any = decode_block_hopper,
+    whole_layers: bool = True,
+) -> None:
+    """Let "hopper" be the stand-in, on a chip of one multiprocessor; with attention within only where asked."""
+
+    def refuse(request: Any, attention: Any = None) -> tuple[str, ...]:
+        if attention is not None and not whole_layers:
+            return ("has no attention within in this test",)
+        return adaptor.what_it_takes(request, 1, attention)
+
     monkeypatch.setattr(adaptor, "multiprocessors", lambda kind: 1)
+    monkeypatch.setattr(adaptor, "refusals", refuse)
     monkeypatch.setattr(backends, "decode_block_kernel", lambda: stand_in)
-    monkeypatch.setattr(decode_block, "decode_block_hopper", adaptor)
-    monkeypatch.setitem(decode_block._REFUSALS, "hopper", lambda request: adaptor.what_it_takes(request, 1))
-    decode_block._execute.clear_cache()
+    for module in (decode_block, decode_layers):
+        monkeypatch.setattr(module, "decode_block_hopper", adaptor)
+    monkeypatch.setitem(decode_block._REFUSALS, "hopper", refuse)
+    for cached in (decode_block._execute, adaptor._launch):
+        cached.clear_cache()
     SEEN.clear()

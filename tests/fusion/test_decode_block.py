@@ -1,4 +1,4 @@
-"""A decoder step between two attentions behind its function, over a stand-in for the kernel."""
+"""A decoder step between two attentions, or with them, behind its functions, over a stand-in for the kernel."""
 
 import functools
 from collections.abc import Iterator
@@ -11,6 +11,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from flashspec.attention.decode import cached_attention
+from flashspec.attention.views import DenseView
 from flashspec.fusion import decode_block as module
 from flashspec.fusion import decode_block_hopper, decode_block_xla
 from flashspec.fusion.decode_block import (
@@ -23,13 +25,25 @@ from flashspec.fusion.decode_block import (
     plan_decode_block,
     start,
 )
-from flashspec.fusion.decode_block_request import BlockArrays, BlockRequest, make_request
-from pallas_kernels.gpu.hopper.decode_block_config import BlockShape
+from flashspec.fusion.decode_block_request import (
+    BlockArrays,
+    BlockRequest,
+    LayersArrays,
+    LayerWeights,
+    make_layers_request,
+    make_request,
+)
+from flashspec.fusion.decode_layers import decode_layers
+from flashspec.models.fused_step import one_by_one
+from pallas_kernels.gpu.hopper.decode_block_config import PHASES, AttentionForm, BlockShape
 from tests.fusion import block_stand_in
 from tests.mutants import mutant
 
 FORM = BlockForm(Heads(2, 1, 64), 1e-5)
+WHOLE = BlockForm(Heads(2, 2, 64), 1e-5)  # of steps with attention within
+SCALE = 0.3
 SLOTS = 8
+HELD, REAL = (5, 70), (2, 1)  # of the batch rows of such a step: positions before it, tokens
 
 
 @pytest.fixture
@@ -39,17 +53,24 @@ def standing_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module._execute.clear_cache()
 
 
-def operands(rows: int = 3, options: bool = False, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
+def operands(
+    rows: int = 3,
+    options: bool = False,
+    dtype: Any = jnp.bfloat16,
+    form: BlockForm = FORM,
+    slots: int = SLOTS,
+    seed: int = 3,
+) -> dict[str, Any]:
     """Of a call between two attentions; the write of the second row is dropped."""
-    rng = np.random.default_rng(rows)
+    rng = np.random.default_rng(seed)
 
     def normal(*size: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=size) * (size[0] ** -0.5 if len(size) > 1 else 1.0), dtype)
 
-    (K, G, H), C, F = FORM.heads, 128, 256
+    (K, G, H), C, F = form.heads, 128, 256
     columns = K * (G + 2) * H
     angle = rng.normal(size=(rows, H // 2))
-    slot = np.where(np.arange(rows) == 1, SLOTS, np.arange(rows) % SLOTS)
+    slot = np.where(np.arange(rows) == 1, slots, np.arange(rows) % slots)
     index = (jnp.asarray(x, jnp.int32) for x in (np.arange(rows) % 2, slot))
     optional = (normal(columns), normal(H), normal(H)) if options else ()
     return {
@@ -58,7 +79,7 @@ def operands(rows: int = 3, options: bool = False, dtype: Any = jnp.bfloat16) ->
         "mlp": MlpWeights(normal(K * G * H, C), normal(C), normal(C, 2, F), normal(F, C)),
         "heads": HeadWeights(normal(C), normal(C, columns), *optional),
         "places": Places(*index, *(jnp.asarray(x, jnp.float32) for x in (np.cos(angle), np.sin(angle)))),
-        "cache": (normal(2, SLOTS, K, H) * 2, normal(2, SLOTS, K, H) * 2),
+        "cache": (normal(2, slots, K, H) * 2, normal(2, slots, K, H) * 2),
     }
 
 
@@ -88,8 +109,7 @@ def test_the_kernel_and_its_twin(left_out: dict[str, Any], options: bool, standi
     assert_near(run(given), run(given, "xla"))
     (plan,) = block_stand_in.SEEN
     assert (
-        plan.products
-        == {0: ("out", "gate_up", "down", "qkv"), 2: ("qkv",), 3: ("out", "gate_up", "down")}[len(left_out)]
+        plan.phases == {0: ("out", "gate_up", "down", "qkv"), 2: ("qkv",), 3: ("out", "gate_up", "down")}[len(left_out)]
     )
 
 
@@ -186,7 +206,12 @@ def test_what_is_refused() -> None:
     assert "not in float32" in reasons(dtype=np.dtype(np.float32))
     assert "takes 1 to 16 rows, not 17" in reasons(shape=BlockShape(17, 4096, 14336, Heads(8, 4, 128)))
     assert "has the activation silu" in reasons(form=BlockForm(Heads(8, 4, 128), 1e-5, activation="gelu_tanh"))
-    assert "among no more programs" in reasons(shape=BlockShape(1, 512, 1024, Heads(1, 4, 128)))
+    assert "a multiple of 128, not of 100" in reasons(shape=BlockShape(1, 4096, 100, Heads(8, 4, 128)))
+    attends = AttentionForm(9, 2048, SCALE)
+    assert not decode_block_hopper.refusals(request(shape=BlockShape(9, 4096, 14336, Heads(8, 4, 128))), attends)
+    few = request(shape=BlockShape(1, 512, 1024, Heads(1, 8, 128)))
+    assert not decode_block_hopper.refusals(few)
+    assert "packs 64 queries" in " ".join(decode_block_hopper.refusals(few, attends))
 
 
 def test_the_plan_says_what_runs_and_why() -> None:
@@ -237,3 +262,132 @@ def test_requests_know_what_heads_have() -> None:
     arrays = BlockArrays(*(given[name] for name in ("stream", "attended", "mlp", "heads", "places")), *given["cache"])
     assert make_request(arrays, FORM).options == {"bias", "head norms"}
     assert decode_block_xla.product(jnp.ones((1, 2)), jnp.ones((2, 3))).tolist() == [[2.0] * 3]
+
+
+def step_arrays(count: int = 3) -> LayersArrays:
+    """Of a step of two batch rows with attention within; what no row holds is NaN, and the last token is not real."""
+    layers = [operands(4, True, form=WHOLE, slots=128, seed=layer) for layer in range(count)]
+    lead, token = np.divmod(np.arange(4), 2)
+    slot = np.where(token < np.array(REAL)[lead], np.array(HELD)[lead] + token, 128)
+    empty = (np.arange(128) >= np.array(HELD)[:, None])[:, :, None, None]
+    keys, values = zip(*([jnp.where(empty, jnp.nan, x) for x in each["cache"]] for each in layers), strict=True)
+    return LayersArrays(
+        layers[0]["stream"].residual,
+        tuple(LayerWeights(each["heads"], each["mlp"]) for each in layers),
+        layers[0]["places"]._replace(lead=jnp.asarray(lead, jnp.int32), slot=jnp.asarray(slot, jnp.int32)),
+        jnp.asarray([HELD, np.add(HELD, REAL)], jnp.int32),
+        keys,
+        values,
+    )
+
+
+def layer_by_layer(arrays: LayersArrays) -> Any:
+    """The same step by operations, of caches without NaN."""
+    held, length = arrays.lengths
+
+    def attend(layer: int, query: jax.Array, keys: Any, values: Any) -> jax.Array:
+        view = DenseView(keys[layer], values[layer], length)
+        return cached_attention(query.reshape(2, 2, 4, 64), view, q_lengths=length - held, scale=SCALE).reshape(4, -1)
+
+    keys, values = (tuple(map(jnp.nan_to_num, layers)) for layers in (arrays.keys, arrays.values))
+    arrays = arrays._replace(keys=keys, values=values)
+    return one_by_one(arrays, [arrays.places] * len(arrays.layers), attend, WHOLE, "xla")
+
+
+def compare_layers(adaptor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three layers, each a launch, against the same step by operations."""
+    block_stand_in.use(monkeypatch, adaptor=adaptor)
+    arrays = step_arrays()
+    request = make_layers_request(arrays, WHOLE, SCALE)
+    assert request.attention == AttentionForm(2, 128, SCALE)
+    launches = functools.partial(decode_layers, request, twin=layer_by_layer)
+    (x, *got), (wanted, *want) = (jax.jit(step)(arrays) for step in (launches, layer_by_layer))
+    assert np.isfinite(np.asarray(x, np.float32)).all()
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    for one, other in [(x[:3], wanted[:3]), *((jnp.nan_to_num(one), other) for one, other in pairs)]:
+        one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
+        assert np.abs(one - other).max() <= 2**-6 * np.abs(other).max()
+
+
+def test_whole_layers_and_their_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare_layers(decode_block_hopper, monkeypatch)
+    assert [plan.phases for plan in block_stand_in.SEEN] == [("qkv",), PHASES, PHASES[:-1]]  # those alike are one
+    assert {plan.attention for plan in block_stand_in.SEEN} == {AttentionForm(2, 128, SCALE)}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("residual, query = launch(phases", "_, query = launch(phases"),  # each launch begins with embeddings
+        *(
+            pytest.param(*edit, marks=pytest.mark.slow)
+            for edit in (
+                ("(mlp.norm, after.norm)", "(mlp.norm, mlp.norm)"),
+                ("| _of_heads(after)", "| _of_heads(layers[0].heads)"),
+                ('"attended": caches[layer]', '"attended": caches[0]'),
+                ('"written"] = caches[layer + 1]', '"written"] = caches[-1]'),
+                ("layers[layer + 1].heads, PHASES", "layers[layer].heads, PHASES"),
+                ('"lengths": arrays.lengths.astype(jnp.int32)', '"lengths": arrays.lengths.astype(jnp.int32) - 1'),
+                ("config, request.attention)", "config, dataclasses.replace(request.attention, scale=1.0))"),
+            )
+        ),
+    ],
+)
+def test_wrong_launches_are_noticed(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = mutant(decode_block_hopper, (old, new))
+    with pytest.raises(AssertionError):
+        compare_layers(wrong, monkeypatch)
+
+
+def doubled(arrays: LayersArrays) -> Any:
+    """No twin at all: what comes of it is seen."""
+    return arrays.x * arrays.layers[0].mlp.norm[None] * 2, arrays.keys, arrays.values
+
+
+@pytest.mark.slow
+def test_gradients_of_whole_layers_are_the_twin_s(standing_in: None) -> None:
+    arrays = step_arrays(1)
+    request = make_layers_request(arrays, WHOLE, SCALE)
+
+    def total(x: jax.Array) -> jax.Array:
+        return decode_layers(request, arrays._replace(x=x), doubled)[0].astype(jnp.float32).sum()
+
+    value, gradient = jax.value_and_grad(total)(arrays.x)
+    assert len(block_stand_in.SEEN) == 2
+    want = jnp.broadcast_to(arrays.layers[0].mlp.norm[None] * 2, gradient.shape)
+    np.testing.assert_array_equal(np.asarray(gradient, np.float32), np.asarray(want, np.float32))
+    assert abs(float(value) - float(doubled(arrays)[0].astype(jnp.float32).sum())) > 1  # it is the kernel's
+
+
+def test_mapped_whole_layers_are_the_twin(standing_in: None) -> None:
+    arrays = step_arrays(1)
+    request, two = make_layers_request(arrays, WHOLE, SCALE), jnp.stack([arrays.x, arrays.x * 3])
+    got = jax.vmap(lambda x: decode_layers(request, arrays._replace(x=x), doubled)[0])(two)
+    want = jax.vmap(lambda x: doubled(arrays._replace(x=x))[0])(two)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (lambda a: {"layers": ()}, "`layers`: expected one or more, and as many `keys` and `values`, got 0, 2 and 2"),
+        (lambda a: {"values": a.values[:1]}, "as many `keys` and `values`, got 2, 2 and 1"),
+        (
+            lambda a: {"layers": (a.layers[0]._replace(heads=a.layers[0].heads._replace(bias=None)), a.layers[1])},
+            "`layers`: expected layers and caches of one size, got 2 and 1 of them",
+        ),
+        (lambda a: {"keys": (a.keys[0][:, :64], a.keys[1])}, "layers and caches of one size, got 1 and 2 of them"),
+        (lambda a: {"lengths": a.lengths[0]}, "`lengths`: expected rank 2"),
+        (lambda a: {"lengths": jnp.ones((2, 3), jnp.int32)}, "`x`: expected as many rows for each of 3 batch rows"),
+        (lambda a: {"x": a.x[:, :64]}, "`mlp.gate_up`"),
+        (lambda a: {"lengths": a.lengths.astype(jnp.float32)}, "`lengths`: expected integers, got float32"),
+        (
+            lambda a: {name: tuple(x[:1] for x in getattr(a, name)) for name in ("keys", "values")},
+            "`keys`: expected a lead for each of 2 batch rows, got 1 of them",
+        ),
+    ],
+)
+def test_wrong_arguments_of_whole_layers(changes: Any, message: str) -> None:
+    arrays = step_arrays(2)
+    with pytest.raises(ValueError, match=message):
+        make_layers_request(arrays._replace(**changes(arrays)), WHOLE, SCALE)

@@ -1,4 +1,4 @@
-"""A step with all that lies between two attentions as one operation equals the step of products one by one."""
+"""A step of whole layers, or of all that lies between two attentions, as one operation equals that of products."""
 
 import dataclasses
 import functools
@@ -15,19 +15,21 @@ from flashspec.attention.decode import cached_attention
 from flashspec.fusion import decode_block as operation
 from flashspec.generate import generate
 from flashspec.language_model import LanguageModel
-from flashspec.models import fused_step
+from flashspec.models import fused_step, language_model
 from flashspec.sampling import SamplingParams
+from pallas_kernels.gpu.hopper.decode_block_config import PHASES
 from tests.fusion import block_stand_in
 from tests.models.examples import assert_close, example, random_params
 from tests.mutants import mutant
 
 TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, 37, (2, 13)), jnp.int32)
 REAL = jnp.array([8, 5], jnp.int32)
-SIZES = (37, 128, 128, 2, 2, 2, 64)
+SIZES = (37, 128, 128, 2, 4, 2, 64)
 TAKEN = {
     "llama": models.DecoderConfig("llama", *SIZES),
-    "qwen2": models.DecoderConfig("qwen2", 37, 128, 128, 2, 4, 2, 64),
+    "qwen2": models.DecoderConfig("qwen2", *SIZES),
     "qwen3": models.DecoderConfig("qwen3", *SIZES, tie_embeddings=True),
+    "mistral": models.DecoderConfig("mistral", *SIZES, sliding_window=4),
 }
 
 
@@ -41,7 +43,7 @@ def standing_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def decode(model: LanguageModel, params: Any) -> tuple[jax.Array, Any]:
     """A prefill of 8 tokens a row of which some are real, then logits of 3 more; compiled anew for every call."""
     prefill: Any = model.prefill
-    cache = jax.jit(lambda *given: prefill(*given))(params, TOKENS[:, :8], REAL, model.init_cache(2, 16))
+    cache = jax.jit(lambda *given: prefill(*given))(params, TOKENS[:, :8], REAL, model.init_cache(2, 128))
     return jax.jit(lambda *given: model.apply(*given))(params, TOKENS[:, 8:11], cache)
 
 
@@ -88,28 +90,117 @@ def distance(got: jax.Array, want: np.ndarray) -> float:
     return float(np.sqrt(np.mean((np.asarray(got) - want) ** 2)) / np.abs(want).max())
 
 
-def compare(name: str) -> None:
+def compare(name: str, cache: str = "dense") -> set[bool]:
+    """Logits and lengths; returns whether the launches had attention within."""
     (want, plain), (config, params) = exact(name), in_bfloat16(name)
-    got, cache = decode(models.as_language_model(config, jnp.bfloat16, decode_block="hopper"), params)
-    assert cache.length.tolist() == [11, 8]
+    how: dict[str, Any] = {"cache": cache, "page_size": 4, "decode_block": "hopper"}
+    got, held = decode(models.as_language_model(config, jnp.bfloat16, **how), params)
+    assert held.length.tolist() == [11, 8]
     assert plain < 1e-2
     assert distance(got, want) < 1.5 * plain
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TAKEN)
-def test_the_kernel_s_step_is_as_near_to_float32_as_the_decoder_s(name: str, standing_in: None) -> None:
-    compare(name)
     assert {plan.shape.rows for plan in block_stand_in.SEEN} == {16, 6}
+    return {plan.attention is not None for plan in block_stand_in.SEEN}
+
+
+WHOLE = ("llama", "qwen2", "qwen3")
 
 
 @pytest.mark.slow
-def test_a_residual_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = mutant(block_stand_in, ("rounded(residual + dot(rounded(", "rounded(dot(rounded("))
-    block_stand_in.use(monkeypatch, wrong.kernel)
+@pytest.mark.parametrize("name", WHOLE)
+def test_launches_of_whole_layers_are_as_near_to_float32_as_the_decoder(name: str, standing_in: None) -> None:
+    assert compare(name) == {True}
+    assert [plan.phases for plan in block_stand_in.SEEN] == [("qkv",), PHASES, PHASES[:-1]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE)
+def test_launches_between_attentions_are_as_near_to_float32_as_the_decoder(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block_stand_in.use(monkeypatch, whole_layers=False)
+    assert compare(name) == {False}
+    operation._execute.clear_cache()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "cache"), [("llama", "paged"), ("mistral", "dense"), ("mistral", "window")])
+def test_what_has_no_attention_within(name: str, cache: str, standing_in: None) -> None:
+    """It is not plain causal attention over a dense cache."""
+    assert compare(name, cache) == {False}
+
+
+def of_one_s_own(*args: Any, **options: Any) -> jax.Array:
+    return cached_attention(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("rows", "attention", "within"),
+    [(2, cached_attention, True), (1, cached_attention, False), (2, of_one_s_own, False)],
+)
+def test_who_attends(rows: int, attention: Any, within: bool, standing_in: None) -> None:
+    """One row, for which it was not faster, has attention outside; and an attention of one's own is called."""
+    config, params = in_bfloat16("llama")
+    model = models.as_language_model(config, jnp.bfloat16, attention=attention, decode_block="hopper")
+    jax.eval_shape(model.apply, params, TOKENS[:rows, :1], model.init_cache(rows, 128))
+    assert {plan.attention is not None for plan in block_stand_in.SEEN} == {within}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("rounded(residual + y)", "rounded(y)"),
+        ("at <= held + token", "at < held + token"),
+        ("y = rounded(y) + wide(ops.bias)[None]", "y = rounded(y)"),
+    ],
+)
+def test_a_wrong_kernel_is_noticed(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    block_stand_in.use(monkeypatch, mutant(block_stand_in, (old, new)).kernel)
+    with pytest.raises(AssertionError):
+        compare("qwen2")
+    operation._execute.clear_cache()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("jnp.stack([cache.length, after.length])", "jnp.stack([after.length] * 2)"),
+        (
+            "_mlp(block)) for block in decoder.layers",
+            "_mlp(block)) for block in [*decoder.layers][::-1]",
+        ),
+        (
+            "dataclasses.replace(after, key=keys, value=values)\n\n\ndef",
+            "dataclasses.replace(cache, key=keys, value=values)\n\n\ndef",
+        ),
+    ],
+)
+def test_a_wrong_step_is_noticed(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    block_stand_in.use(monkeypatch)
+    monkeypatch.setattr(language_model, "fused_step", mutant(fused_step, (old, new)).fused_step)
     with pytest.raises(AssertionError):
         compare("llama")
-    operation._execute.clear_cache()
+
+
+@pytest.mark.parametrize(
+    ("changes", "implementation", "takes"),
+    [
+        ({}, "hopper", True),
+        ({}, ("hopper", "xla"), True),
+        ({}, ("xla", "hopper"), False),
+        ({}, None, False),
+        ({"sliding_window": 4}, "hopper", False),
+        ({"attention_soft_cap": 2.0}, "hopper", False),
+        ({"local_rope_theta": 100.0, "full_layers": (1,), "sliding_window": 64}, "hopper", False),
+    ],
+)
+def test_who_takes_whole_layers(changes: dict[str, Any], implementation: Any, takes: bool) -> None:
+    family = (
+        "gemma3_text" if "local_rope_theta" in changes else "gemma2" if "attention_soft_cap" in changes else "mistral"
+    )
+    config = models.DecoderConfig(family, *SIZES, **changes)
+    assert fused_step.takes_whole_layers(config, implementation) is takes
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What is static about the decoder step between two attentions on Hopper: sizes, settings, and what the kernel takes.
+"""What is static about the fused decoder step on Hopper: sizes, settings, and what the kernel takes.
 
 No kernel is imported here.
 """
@@ -13,14 +13,17 @@ from pallas_kernels.gpu.hopper.decode_block_split import BLOCK_OUTPUTS, Split
 from pallas_kernels.launch import cdiv, round_up
 
 PRODUCTS = ("out", "gate_up", "down", "qkv")
+PHASES = ("attend", "merge", *PRODUCTS)  # of a layer, from its queries to those of the next
 ADDING = ("out", "down")  # products that are added to the residual stream
 MAX_ROWS = 16
+QUERY_TILE = 64  # packed queries of a key/value head at most
 ROWS_MULTIPLE = 8  # of the tokens' side of a matrix product
 TOGETHER = 4  # rows that a warpgroup does small work on, one in each warp
 COLUMNS = 128  # that it does at once
-COUNTS = (len(PRODUCTS), 512)  # of each product, int32 numbers for its sets of tiles
+COUNTS = (len(PHASES), 512)  # of each phase, int32 numbers for its sets
 SHARED_BYTES = 227 * 1024  # of a thread block at most
 HEAD_SIZES = (64, 128, 256)
+ATTENDED_HEAD_SIZES = (64, 128)
 
 
 class Heads(NamedTuple):
@@ -35,6 +38,21 @@ class Heads(NamedTuple):
     K: int
     G: int
     H: int
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionForm:
+    """What is static about attention, where a step has it: causal, over a dense cache.
+
+    Args:
+      tokens: T, of a batch row; the rows of a step are those of one batch row after the other.
+      slots: of a cache.
+      scale: of the scores.
+    """
+
+    tokens: int
+    slots: int
+    scale: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,32 +120,37 @@ class BlockPlan:
     Args:
       shape: its sizes.
       config: its launch settings.
-      products: those of a call, neighbours in `PRODUCTS`.
+      phases: those of a call, neighbours in `PHASES`. The first two come together, before a product, and only where
+        there is `attention`.
       eps: of all norms.
       unit_offset: whether norms multiply by 1 + scale.
       activation: elementwise, on float32.
       biased: whether queries, keys and values have a bias.
       head_norms: whether queries and keys are normalised.
+      attention: the same for all calls of a step; None where attention is computed elsewhere.
     """
 
     shape: BlockShape
     config: BlockConfig
-    products: tuple[str, ...]
+    phases: tuple[str, ...]
     eps: float
     unit_offset: bool
     activation: Callable[[Array], Array]
     biased: bool = False
     head_norms: bool = False
+    attention: AttentionForm | None = None
 
     def __post_init__(self) -> None:
-        first = PRODUCTS.index(self.products[0]) if self.products and self.products[0] in PRODUCTS else 0
-        if not self.products or self.products != PRODUCTS[first : first + len(self.products)]:
-            raise ValueError(f"`products`: expected neighbours in {PRODUCTS}, got {self.products!r}")
+        line = PRODUCTS if self.attention is None else PHASES
+        first = line.index(self.phases[0]) if self.phases and self.phases[0] in line else 0
+        whole = self.phases and self.phases[0] != "merge" and self.phases[-1] not in PHASES[:2]
+        if not whole or self.phases != line[first : first + len(self.phases)]:
+            raise ValueError(f"`phases`: expected neighbours in {line}, got {self.phases!r}")
 
     @property
-    def splits(self) -> tuple[Split, ...]:
-        """How each product is shared out."""
-        return tuple(self.split(name) for name in self.products)
+    def splits(self) -> tuple[Split | None, ...]:
+        """How the product of each phase is shared out; None for one that is no product."""
+        return tuple(self.split(name) if name in PRODUCTS else None for name in self.phases)
 
     def split(self, product: str) -> Split:
         """How a product is shared out."""
@@ -143,13 +166,30 @@ class BlockPlan:
         """Groups of rows of the small work."""
         return cdiv(self.shape.rows, TOGETHER)
 
+    @property
+    def tokens(self) -> int:
+        """T of a batch row, by which queries are packed; 1 where attention is elsewhere."""
+        return 1 if self.attention is None else self.attention.tokens
+
+    @property
+    def query(self) -> tuple[int, int, int, int]:
+        """Of the packed queries: batch rows, key/value heads, T G rounded up as a copy takes it, head size."""
+        K, G, H = self.shape.heads
+        packed = self.tokens * G
+        return self.shape.rows // self.tokens, K, packed if self.attention is None else round_up(packed, 8), H
+
+    @property
+    def registers(self) -> tuple[int | None, int | None]:
+        """Of a thread that computes and of one that copies; None where what all have suffices."""
+        return (None, None) if self.attention is None else (208, 40)
+
     def rotation(self, number: int) -> int:
         """The program that is the first of a product: one after the last of those that did a block more before."""
-        return sum(split.share[1] for split in self.splits[:number]) % self.config.programs
+        return sum(split.share[1] for split in self.splits[:number] if split) % self.config.programs
 
     def added(self, number: int) -> int:
         """How many products before one are added to the residual stream."""
-        return sum(name in ADDING for name in self.products[:number])
+        return sum(name in ADDING for name in self.phases[:number])
 
 
 class Places(NamedTuple):
@@ -170,47 +210,60 @@ class BlockOperands(NamedTuple):
     """Arrays of a call; None, or fewer of them, where it has no use for one.
 
     Args:
-      x: [rows, inputs] what the first product multiplies, bfloat16 like all weights.
-      weights: a matrix for each product, [inputs, outputs].
+      x: [rows, inputs] what the first phase multiplies if it is a product, bfloat16 like all weights.
+      weights: for each phase a matrix [inputs, outputs], or None for one that is no product.
       residual: [row_groups * 4, hidden]; what rows past the last hold is of no matter.
-      scales: [hidden] of the norm after `out`, and of that after `down` if `qkv` follows.
+      scales: [hidden] of the norm after each product that is added, where another product follows.
       places: of the rows.
       bias: [K (G + 2) H].
       head_scales: of queries and of keys, [H].
-      key, value: references to a layer of a cache, [leads, slots, K, H].
+      query: packed as `BlockPlan.query` says, where a call begins with attention.
+      lengths: int32 [2, B], where a call attends: what each batch row held before the step, and holds with its tokens.
+      attended: references to the keys and values of the layer of a cache that is attended to, [leads, slots, K, H].
+      written: and of the layer that new ones are written to.
       counts: a reference to int32 `COUNTS`, zeros before the first call of a step, and the same for all its calls.
     """
 
-    x: Any
-    weights: tuple[Any, ...]
+    x: Any = None
+    weights: tuple[Any, ...] = ()
     residual: Any = None
     scales: tuple[Any, ...] = ()
     places: Any = None
     bias: Any = None
     head_scales: tuple[Any, ...] = ()
-    key: Any = None
-    value: Any = None
+    query: Any = None
+    lengths: Any = None
+    attended: tuple[Any, ...] = ()
+    written: tuple[Any, ...] = ()
     counts: Any = None
 
 
-def shared_bytes(shape: BlockShape, config: BlockConfig) -> int:
+def shared_bytes(shape: BlockShape, config: BlockConfig, attends: bool = False) -> int:
     """Bytes of shared memory of one thread block."""
     stage = 2 * config.block_inputs * (BLOCK_OUTPUTS + round_up(shape.rows, ROWS_MULTIPLE))
-    return config.stages * stage + 1024
+    return config.stages * stage + attends * 2 * QUERY_TILE * shape.heads.H + 1024
 
 
-def heuristic(shape: BlockShape, cores: int) -> BlockConfig:
+def heuristic(shape: BlockShape, cores: int, attends: bool = False) -> BlockConfig:
     """Settings on a chip of `cores` multiprocessors: one program on each, as many stages as fit."""
-    first = BlockConfig(cores)
-    stage = (shared_bytes(shape, first) - 1024) // first.stages
-    return dataclasses.replace(first, stages=(SHARED_BYTES - 1024) // stage)
+    one, two = (shared_bytes(shape, BlockConfig(cores, stages=stages), attends) for stages in (2, 3))
+    return BlockConfig(cores, stages=2 + (SHARED_BYTES - one) // (two - one))
+
+
+def unit_keys(shape: BlockShape, config: BlockConfig) -> int:
+    """Keys whose values, with them, fill the memory of a block of weights."""
+    return config.block_inputs * BLOCK_OUTPUTS // (2 * shape.heads.H)
 
 
 def refusals(
-    shape: BlockShape, config: BlockConfig, dtype: str, products: tuple[str, ...] = PRODUCTS
+    shape: BlockShape,
+    config: BlockConfig,
+    dtype: str,
+    products: tuple[str, ...] = PRODUCTS,
+    attention: AttentionForm | None = None,
 ) -> tuple[str, ...]:
-    """Why the kernel cannot take a call with some products; empty when it can."""
-    used = shared_bytes(shape, config)
+    """Why the kernel cannot take a call with some products, and attention if that is given; empty when it can."""
+    used = shared_bytes(shape, config, attention is not None)
     rules = [
         # The factor of a norm is applied behind a product: a float16 might overflow in front of it.
         (dtype != "bfloat16", f"computes in bfloat16, not in {dtype}"),
@@ -225,8 +278,20 @@ def refusals(
         multiples = f"multiples of {config.block_inputs} inputs and {BLOCK_OUTPUTS} outputs"
         rules.append((not whole, f"takes {multiples}, not a product {product} of {inputs} x {outputs}"))
         split = shape.split(product, config)
-        shared = f"shares {split.units} blocks of the product {product} among no more programs than that"
-        rules.append((whole and split.units < config.programs, f"{shared}, not {config.programs}"))
         counted = f"counts {COUNTS[1]} sets of tiles of a product, not {split.sets} of {product}"
         rules.append((whole and split.sets > COUNTS[1], counted))
+    if attention is not None:
+        rules += _attention_rules(shape, config, attention)
     return tuple(reason for refused, reason in rules if refused)
+
+
+def _attention_rules(shape: BlockShape, config: BlockConfig, attention: AttentionForm) -> list[tuple[bool, str]]:
+    K, G, H = shape.heads
+    packed, keys = attention.tokens * G, unit_keys(shape, config)
+    return [
+        (H not in ATTENDED_HEAD_SIZES, f"attends by heads of {ATTENDED_HEAD_SIZES}, not of {H}"),
+        (packed > QUERY_TILE, f"packs {QUERY_TILE} queries of a key/value head at most, not {packed}"),
+        (G * H % COLUMNS > 0, f"attends where {COLUMNS} columns are of one key/value head, not with {G} heads of {H}"),
+        (attention.slots < keys, f"attends over caches of {keys} slots at least, not {attention.slots}"),
+        (COUNTS[1] < K, f"counts {COUNTS[1]} key/value heads, not {K}"),
+    ]

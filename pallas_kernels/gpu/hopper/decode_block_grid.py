@@ -85,14 +85,18 @@ def tell(word: Any) -> None:
     tell_all(word)
 
 
-def look(words: Any, split: Split, block: Array, most: Array) -> Array:
+def look(
+    words: Any, split: Split, block: Array, most: Array, columns: int | None = None, done: int | None = None
+) -> Array:
     """Wait until the rows for a block of inputs are there, before anything that this warpgroup copies after it.
 
     Args:
-      words: of the product that makes the rows.
+      words: of the phase that makes the rows.
       split: of the product that needs them.
       block: the first block of inputs of that product that they are needed for; others follow, around its end.
       most: how many are needed.
+      columns: of the rows, that a word stands for; `COLUMNS` if None.
+      done: the least value of a word whose rows are there; `DONE` if None.
 
     Returns:
       For how many blocks they are there: at least 1, at most `LOOKS` and `most`.
@@ -104,7 +108,7 @@ def look(words: Any, split: Split, block: Array, most: Array) -> Array:
         i32 = thread.type
         mine = arith.addi(block.registers.item(), arith.remui(thread, mgpu.c(LOOKS, i32)))
         inputs = arith.muli(arith.remui(mine, mgpu.c(split.blocks, i32)), mgpu.c(split.block_inputs, i32))
-        word = mgpu.memref_slice(words, (arith.index_cast(ir.IndexType.get(), _over(inputs, COLUMNS)),))
+        word = mgpu.memref_slice(words, (arith.index_cast(ir.IndexType.get(), _over(inputs, columns or COLUMNS)),))
         # The first warp looks, the others wait at the barrier for what it has seen.
         seen = mgpu.inline_ptx(
             f"""{{
@@ -115,7 +119,7 @@ def look(words: Any, split: Split, block: Array, most: Array) -> Array:
             @!looks bra SEEN;
             AGAIN:
             ld.relaxed.gpu.global.u32 word, [$3];
-            setp.lt.u32 no, word, {DONE};
+            setp.lt.u32 no, word, {done or DONE};
             vote.sync.ballot.b32 number, no, 0xffffffff;
             brev.b32 number, number;
             clz.b32 number, number;
@@ -140,6 +144,35 @@ def look(words: Any, split: Split, block: Array, most: Array) -> Array:
         return _number(seen)
 
     return look_at(words, block, most)
+
+
+def wait_for(word: Any, count: Array) -> None:
+    """Wait until as many halves of parts are stored, before all that this warpgroup reads then."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
+    def wait_for_parts(_: Any, word: Any, count: Any) -> None:
+        mgpu.inline_ptx(
+            f"""{{
+            .reg .pred looks, no;
+            .reg .b32 word;
+            setp.lt.u32 looks, $0, {LOOKS};
+            @!looks bra SEEN;
+            AGAIN:
+            ld.relaxed.gpu.global.u32 word, [$2];
+            setp.lt.u32 no, word, $3;
+            @no bra AGAIN;
+            fence.acquire.gpu;
+            SEEN:
+            bar.sync $1, {THREADS};
+            }}""",
+            *_me(),
+            mgpu.memref_ptr(word),
+            count.registers.item(),
+            has_side_effects=True,
+            convergent=True,
+        )
+
+    wait_for_parts(word, count)
 
 
 def _me() -> tuple[Any, Any]:

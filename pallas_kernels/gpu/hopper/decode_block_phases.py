@@ -10,49 +10,44 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.gpu.hopper import decode_block_grid as grid
 from pallas_kernels.gpu.hopper.attention_decode_work import div
-from pallas_kernels.gpu.hopper.decode_block_config import COLUMNS, COUNTS, PRODUCTS, TOGETHER
-from pallas_kernels.gpu.hopper.decode_block_stream import Program
+from pallas_kernels.gpu.hopper.decode_block_config import COLUMNS, COUNTS, PHASES, TOGETHER
+from pallas_kernels.gpu.hopper.decode_block_program import Program
+from pallas_kernels.gpu.hopper.decode_block_rows import WARP, rows_layout, scatter
 from pallas_kernels.gpu.memory import store
 
-WARP = 32
 HELD = 1536  # numbers of heads that the registers have room for, with all that they are made from
-
-
-def rows_layout(columns: int) -> Any:
-    """Rows, every fourth in one warp."""
-    return plgpu.Layout.TILED(plgpu.Tiling(((TOGETHER, columns), (columns // WARP,))), (-3,), (-2,), -1)
-
-
 ROWS = rows_layout(COLUMNS)
 SUMS = rows_layout(WARP)
 
 
+RESET = {"out": ("down", "qkv"), "gate_up": ("attend", "merge"), "down": ("out",), "qkv": ("gate_up",)}
+
+
 def finish(p: Program, number: int, tiles: Array) -> None:
     """The small work of a set of tiles, all of whose parts are stored; and say that it is done."""
-    {"gate_up": _activate, "qkv": _heads}.get(p.plan.products[number], _add)(p, number, tiles)
-    pl.when(tiles == 0)(lambda: _reset(p, number))
-    if number + 1 < len(p.plan.products):
+    name = p.plan.phases[number]
+    {"gate_up": _activate, "qkv": _heads}.get(name, _add)(p, number, tiles)
+    pl.when(tiles == 0)(lambda: _reset(p, name))
+    if number + 1 < len(p.plan.phases):
         grid.tell(p.words(number).at[tiles])
 
 
-def _reset(p: Program, number: int) -> None:
+def _reset(p: Program, name: str) -> None:
     """Set words to 0 that nobody looks at any more, or not yet."""
-    place = PRODUCTS.index(p.plan.products[number])
     layout = plgpu.Layout.WG_STRIDED(COUNTS[1:], vec_size=COUNTS[1] // grid.THREADS)
-    for other in (2, 3) if place == 0 else (place - 2,) if number > 1 else ():
-        store(p.ops.counts.at[other], plgpu.layout_cast(jnp.zeros(COUNTS[1:], jnp.int32), layout))
+    for other in RESET[name]:
+        words = p.ops.counts.at[PHASES.index(other)]
+        store(words, plgpu.layout_cast(jnp.zeros(COUNTS[1:], jnp.int32), layout))
 
 
 def _add(p: Program, number: int, tile: Array) -> None:
     """residual + product; that times the scale of the norm that follows; and the sum of its squares."""
-    rows, earlier, is_last = _rows(p), p.plan.added(number), number + 1 == len(p.plan.products)
+    rows, earlier, is_last = _rows(p), p.plan.added(number), number + 1 == len(p.plan.phases)
+    name = p.plan.phases[number]
     columns = pl.ds(pl.multiple_of(tile * COLUMNS, COLUMNS), COLUMNS)
     residual = p.out.residual if earlier else p.ops.residual
     before = _read(residual.at[rows, columns], ROWS)
@@ -67,20 +62,20 @@ def _add(p: Program, number: int, tile: Array) -> None:
         scale = scale + 1.0
     wide = new.astype(jnp.float32)
     scaled = wide * _spread(scale, wide.shape, 1, ROWS)
-    store(p.out.rows[number].at[rows, columns], scaled.astype(before.dtype))
-    store(p.out.squares[earlier].at[rows, tile], jnp.sum(wide * wide, axis=1))
+    store(p.out.rows[name].at[rows, columns], scaled.astype(before.dtype))
+    store(p.out.squares[name].at[rows, tile], jnp.sum(wide * wide, axis=1))
 
 
 def _activate(p: Program, number: int, tile: Array) -> None:
     """activation(gate) * up."""
     rows, columns = _rows(p), pl.ds(pl.multiple_of(tile * COLUMNS, COLUMNS), COLUMNS)
-    tiles = p.splits[number].tiles_of(tile)
+    tiles = p.split(number).tiles_of(tile)
     gate, up = (_total(p, number, at, lambda parts: _read(parts.at[rows], ROWS)) for at in tiles)
     factor = _factor(p, number, rows)
     if factor is not None:
         wide = _spread(factor, gate.shape, 0, ROWS)
         gate, up = gate * wide, up * wide
-    target = p.out.rows[number]
+    target = p.out.rows[p.plan.phases[number]]
     store(target.at[rows, columns], (p.plan.activation(gate) * up).astype(target.dtype))
 
 
@@ -96,6 +91,7 @@ def _heads(p: Program, number: int, tiles: Array) -> None:
 def _head(p: Program, number: int, tiles: Array, index: int, rows: Any) -> None:
     """A head: bias, norm, rotation, and where it goes. Its two halves are what is turned."""
     plan, places, (_, G, H) = p.plan, p.ops.places, p.plan.shape.heads
+    cache = p.ops.written
     head = tiles * max(1, COLUMNS // H) + index
     k = div(head, G + 2)
     i = head - k * (G + 2)
@@ -105,7 +101,7 @@ def _head(p: Program, number: int, tiles: Array, index: int, rows: Any) -> None:
 
     def product(start: int) -> Array:
         within = pl.ds(start % COLUMNS, half)
-        tile = p.splits[number].tiles_of(tiles)[start // COLUMNS]
+        tile = p.split(number).tiles_of(tiles)[start // COLUMNS]
         return _total(p, number, tile, lambda parts: _read(parts.at[rows, within], layout))
 
     def vectors(ref: Any, start: Any = 0) -> list[Array]:
@@ -141,7 +137,7 @@ def _head(p: Program, number: int, tiles: Array, index: int, rows: Any) -> None:
     @pl.when(i == G + 1)
     def _value() -> None:
         for part, where in zip(x, halves, strict=True):
-            _scatter(p.ops.value.at[:, :, k, where], part.astype(p.ops.value.dtype), lead, slot)
+            scatter(cache[1].at[:, :, k, where], part.astype(dtype), lead, slot)
 
     @pl.when(i <= G)
     def _turn() -> None:
@@ -160,37 +156,15 @@ def _head(p: Program, number: int, tiles: Array, index: int, rows: Any) -> None:
 
         @pl.when(i < G)
         def _query() -> None:
+            b = plgpu.layout_cast(div(row, plan.tokens), layout.reduce(1))
+            packed = (row - b * plan.tokens) * G + i
             for part, where in zip(turned, halves, strict=True):
-                _scatter(p.out.query.at[:, k * G + i, where], part.astype(dtype), row)
+                scatter(p.out.query.at[:, k, :, where], part.astype(dtype), b, packed)
 
         @pl.when(i == G)
         def _key() -> None:
             for part, where in zip(turned, halves, strict=True):
-                _scatter(p.ops.key.at[:, :, k, where], part.astype(p.ops.key.dtype), lead, slot)
-
-
-def _scatter(ref: Any, x: Array, *index: Array) -> None:
-    """Write the rows of x, each where the indices say; nowhere, where that is not within the reference."""
-    layout = rows_layout(x.shape[1])
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *[layout.reduce(1)] * len(index)))
-    def scatter(_: Any, ref: Any, x: Any, *index: Any) -> None:
-        i32 = ir.IntegerType.get_signless(32)
-        lane = arith.remui(mgpu.thread_idx(), mgpu.c(WARP, i32))
-        column = _index(arith.muli(lane, mgpu.c(x.shape[1] // WARP, i32)))
-        held = [[vector.extract(number, [], [0]) for number in each.registers.flat] for each in index]
-        for mine, *numbers in zip(x.registers.flat, *held, strict=True):
-            inside = mgpu.c(1, ir.IntegerType.get_signless(1))
-            for number, size in zip(numbers, ir.MemRefType(ref.type).shape, strict=False):
-                inside = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.ult, number, mgpu.c(size, i32)))
-            with mgpu.when(inside):
-                vector.store(mine, mgpu.memref_slice(ref, tuple(map(_index, numbers))), [column])
-
-    scatter(ref, x, *index)
-
-
-def _index(number: Any) -> Any:
-    return arith.index_cast(ir.IndexType.get(), number)
+                scatter(cache[0].at[:, :, k, where], part.astype(dtype), lead, slot)
 
 
 def _rows(p: Program) -> Any:
@@ -200,10 +174,10 @@ def _rows(p: Program) -> Any:
 
 def _factor(p: Program, number: int, rows: Any) -> Array | None:
     """1 / sqrt(mean(x^2) + eps) of the norm before a product, of its rows; None where there is none."""
-    earlier = p.plan.added(number)
-    if not earlier:
+    if not p.plan.added(number):
         return None
-    size, squares, total = p.splits[number].inputs, p.out.squares[earlier - 1], None
+    before = {"gate_up": "out", "qkv": "down"}[p.plan.phases[number]]
+    size, squares, total = p.split(number).inputs, p.out.squares[before], None
     for start in range(0, squares.shape[1], WARP):
         some = _read(squares.at[rows, pl.ds(start, WARP)], SUMS)
         if (start + WARP) * COLUMNS > size:
@@ -216,7 +190,7 @@ def _factor(p: Program, number: int, rows: Any) -> Array | None:
 
 def _total(p: Program, number: int, tile: Array, read: Callable[[Any], Array]) -> Array:
     """What is read of a tile's parts, added up."""
-    split, parts = p.splits[number], p.out.parts[number]
+    split, parts = p.split(number), p.out.parts[p.plan.phases[number]]
     first, last = split.programs_of(tile, div)
     values = [read(parts.at[jnp.minimum(first + i, last) + tile]) for i in range(split.most_parts)]
     total = values[0]

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 BLOCK_OUTPUTS = 128  # of a unit: 64 for each of two warpgroups
 
@@ -24,7 +25,7 @@ class Split:
     Args:
       inputs, outputs: of the matrix, multiples of those of a unit.
       block_inputs: of a unit.
-      programs: thread blocks that share the work, at most as many as there are units.
+      programs: thread blocks that share the work.
       together: tiles of a set.
       apart: whether those of a set lie as far apart as there are sets; they are neighbours otherwise.
     """
@@ -97,7 +98,18 @@ class Split:
           unit: its number, or an array of them.
           div: division of two numbers that are not negative; numpy's, or that of a kernel.
         """
-        least, more = self.share
-        ahead = more * (least + 1)  # units of the programs that have one more
-        xp: Any = np if isinstance(unit, int | np.integer | np.ndarray) else jnp
-        return xp.where(unit < ahead, div(unit, least + 1), more + div(xp.maximum(unit - ahead, 0), least))
+        return owner_of(unit, *self.share, div)
+
+
+def owner_of(unit: Any, least: Any, more: Any, div: Any = np.floor_divide) -> Any:
+    """The program that a unit belongs to, where every one has `least`, and the first `more` have one more."""
+    ahead = more * (least + 1)  # units of the programs that have one more
+    static = all(isinstance(x, int | np.integer | np.ndarray) for x in (unit, least, more))
+    xp: Any = np if static else jnp
+    some = max(least, 1) if isinstance(least, int) else jnp.maximum(least, 1)  # if none has any, nothing comes of it
+    return xp.where(unit < ahead, div(unit, least + 1), more + div(xp.maximum(unit - ahead, 0), some))
+
+
+def share_of(least: Any, more: Any, rank: Array) -> tuple[Array, Array]:
+    """The first unit of a program, and how many it has."""
+    return rank * least + jnp.minimum(rank, more), least + (rank < more).astype(jnp.int32)

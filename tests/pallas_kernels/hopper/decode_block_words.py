@@ -58,15 +58,21 @@ def _inline(self: Any, eqn: Any, token: Any, get_invals: Any) -> tuple[Any, list
 @gpu_callbacks.fail_on_exception
 def _run(function: Any, results: int, token: Any, thread: Any, operands: list[Any]) -> tuple[Any, ...]:
     ref, *values = operands
-    known: dict[str, Any] = {"arrive_at": _arrive, "tell_all": _tell, "look_at": _look, "scatter": _scatter}
+    known: dict[str, Any] = {
+        "arrive_at": _arrive,
+        "tell_all": _tell,
+        "look_at": _look,
+        "wait_for_parts": _wait_for_parts,
+        "scatter_rows": _scatter,
+        "store_first": _store_first,
+    }
+    interpretation = known[function.__name__]
+    needed = inspect.signature(interpretation).parameters.values()
+    around = inspect.getclosurevars(inspect.unwrap(function)).nonlocals
+    static = {each.name: around[each.name] for each in needed if each.kind is each.KEYWORD_ONLY}
     with ONE_AT_A_TIME:
-        found = known[function.__name__](_Buffer(ref, thread), *map(np.asarray, values), **_known(function))
+        found = interpretation(_Buffer(ref, thread), *map(np.asarray, values), **static)
     return token, *(np.int32(found) for _ in range(results))
-
-
-def _known(function: Any) -> dict[str, Any]:
-    known = inspect.getclosurevars(inspect.unwrap(function)).nonlocals
-    return {"split": known["split"]} if "split" in known else {}
 
 
 def _arrive(word: _Buffer, halves: Any) -> bool:
@@ -79,16 +85,30 @@ def _tell(word: _Buffer) -> None:
     word.write(word.read() + DONE)
 
 
-def _look(words: _Buffer, block: Any, most: Any, split: Any) -> int:
+def _look(words: _Buffer, block: Any, most: Any, *, split: Any, columns: int | None, done: int | None) -> int:
     ahead = (block + np.arange(LOOKS)) % split.blocks
-    done = words.read()[ahead * split.block_inputs // COLUMNS] >= DONE
-    assert done[0], "rows are looked for that never come"
-    return min(int(np.argmin([*done, False])), int(most))
+    there = words.read()[ahead * split.block_inputs // (columns or COLUMNS)] >= (done or DONE)
+    assert there[0], "rows are looked for that never come"
+    return min(int(np.argmin([*there, False])), int(most))
 
 
-def _scatter(ref: _Buffer, x: Any, *index: Any) -> None:
-    whole = ref.read()
-    for row, place in zip(x, zip(*index, strict=True), strict=True):
+def _wait_for_parts(word: _Buffer, count: Any) -> None:
+    assert word.read() == count, "parts are waited for that never come, or come too soon"
+
+
+def _scatter(ref: _Buffer, x: Any, *numbers: Any, column: Any) -> None:
+    whole, start = ref.read(), np.zeros(len(x), int)
+    if column is not None:
+        *index, start = numbers
+    else:
+        index = list(numbers)
+    for row, begin, place in zip(x, start, zip(*index, strict=True), strict=True):
         if all(0 <= i < size for i, size in zip(place, whole.shape, strict=False)):
-            whole[tuple(place)] = row
+            whole[tuple(place)][begin : begin + row.size] = row
+    ref.write(whole)
+
+
+def _store_first(ref: _Buffer, x: Any, *, rows: int) -> None:
+    whole = ref.read()
+    whole[:rows] = x[:rows]
     ref.write(whole)

@@ -228,35 +228,47 @@ def _matmul(rows: int, tail: str, make: Make) -> Any:
     return functools.partial(_named, kernel, tuple(arrays), options), tuple(arrays.values())
 
 
-def _decode_block(rows: int, products: int, options: bool, make: Make) -> Any:
-    """A call with the first so many products; or with the last one, where that is asked for as -1."""
+def _decode_block(
+    rows: int, phases: tuple[str, ...], make: Make, *, options: bool = False, tokens: int | None = None, H: int = 128
+) -> Any:
+    """A call with some phases; with attention where the tokens of a batch row are given."""
     import jax
     import jax.numpy as jnp
 
     from pallas_kernels.gpu.hopper import decode_block_config as block
     from pallas_kernels.gpu.hopper.decode_block import decode_block
 
-    shape = block.BlockShape(rows, 4096, 14336, block.Heads(8, 4, 128))
-    names = block.PRODUCTS[:products] if products > 0 else block.PRODUCTS[products:]
-    how = {"biased": options, "head_norms": options, "unit_offset": options}
-    plan = block.BlockPlan(shape, block.heuristic(shape, 132), names, 1e-5, activation=jax.nn.silu, **how)
+    heads, slots = block.Heads(8, 4, H), 2048
+    shape = block.BlockShape(rows, 4096, 14336, heads)
+    how: dict[str, Any] = {"biased": options, "head_norms": options, "unit_offset": options}
+    if tokens is not None:
+        how["attention"] = block.AttentionForm(tokens, slots, H**-0.5)
+    config = block.heuristic(shape, 132, tokens is not None)
+    plan = block.BlockPlan(shape, config, phases, 1e-5, activation=jax.nn.silu, **how)
+    is_product = phases[0] in block.PRODUCTS
     given = block.BlockOperands(
-        make((rows, shape.matrix(names[0])[0]), jnp.bfloat16),
-        tuple(make(shape.matrix(name), jnp.bfloat16) for name in names),
+        make((rows, shape.matrix(phases[0])[0]), jnp.bfloat16) if is_product else None,
+        tuple(make(shape.matrix(name), jnp.bfloat16) if name in block.PRODUCTS else None for name in phases),
         make((plan.row_groups * block.TOGETHER, 4096), jnp.bfloat16),
         (make((4096,), jnp.bfloat16),) * 2,
-        block.Places(*[make((rows,), jnp.int32)] * 2, *[make((rows, 64), jnp.float32)] * 2),
-        make((6144,), jnp.bfloat16) if options else None,
-        (make((128,), jnp.bfloat16),) * 2 if options else (),
+        block.Places(*[make((rows,), jnp.int32)] * 2, *[make((rows, H // 2), jnp.float32)] * 2),
+        make((heads.K * (heads.G + 2) * H,), jnp.bfloat16) if options else None,
+        (make((H,), jnp.bfloat16),) * 2 if options else (),
+        None if is_product else make(plan.query, jnp.bfloat16),
+        None if tokens is None else make((2, rows // tokens), jnp.int32),
     )
 
-    def call(given: Any, *held: Any) -> Any:
-        key, value, counts = refs = tuple(map(jax.new_ref, held))
-        out = decode_block(plan, given._replace(key=key, value=value, counts=counts))
-        return out.residual, out.query, *map(jax.freeze, refs)
+    def call(given: Any, caches: Any, counts: Any) -> Any:
+        (attended, written), counts = refs = jax.tree.map(jax.new_ref, (caches, counts))
+        out = decode_block(plan, given._replace(attended=attended, written=written, counts=counts))
+        return out.residual, out.query, *map(jax.freeze, jax.tree.leaves(refs))
 
-    cache = make((2, 2048, 8, 128), jnp.bfloat16)
-    return call, (given, cache, cache, make(block.COUNTS, jnp.int32))
+    cache = (make((max(2, rows // (tokens or rows)), slots, heads.K, H), jnp.bfloat16),) * 2
+    caches = cache if phases[0] == "attend" else (), cache if phases[-1] == "qkv" else ()
+    return call, (given, caches, make(block.COUNTS, jnp.int32))
+
+
+ATTENDED = ("attend", "merge", "out", "gate_up", "down", "qkv")
 
 
 def _named(function: Callable[..., Any], names: tuple[str, ...], options: dict[str, Any], *arrays: Any) -> Any:
@@ -299,11 +311,20 @@ VARIANTS: dict[str, Variant] = {
         for rows in (16, 256, 8192)
         for tail in ("bias", "gated", "residual")
     },
-    **{f"decode block {rows}": functools.partial(_decode_block, rows, 4, False) for rows in (1, 9)},
-    "decode block 8, all options": functools.partial(_decode_block, 8, 4, True),
-    "decode block 1, the first call": functools.partial(_decode_block, 1, -1, False),
-    "decode block 16, the last call": functools.partial(_decode_block, 16, 3, False),
-    PLANTED: _wide_tiles,
+    **{f"decode block {rows}": functools.partial(_decode_block, rows, ATTENDED[2:]) for rows in (1, 9)},
+    "decode block 8, all options": functools.partial(_decode_block, 8, ATTENDED[2:], options=True),
+    "decode block 1, the first call": functools.partial(_decode_block, 1, ("qkv",)),
+    "decode block 16, the last call": functools.partial(_decode_block, 16, ATTENDED[2:5]),
+    **{
+        f"decode block {rows} with attention": functools.partial(_decode_block, rows, ATTENDED, tokens=rows)
+        for rows in (1, 9)
+    },
+    "decode block 8 rows with attention, all options": functools.partial(
+        _decode_block, 8, ATTENDED, tokens=1, options=True
+    ),
+    "decode block 5 with attention, heads of half a tile": functools.partial(
+        _decode_block, 5, ATTENDED[:-1], tokens=5, H=64
+    ),
 }
 
 

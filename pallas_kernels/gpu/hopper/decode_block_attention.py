@@ -1,0 +1,278 @@
+"""Attention within the fused decoder step on Hopper: blocks of the cache in the same stream as the weights.
+
+The new queries of a batch row that read one key/value head are packed into a tile, query (t, g) in row t G + g. The
+computing warpgroups take turns at blocks. Each folds its own into (m, l, u) by online softmax (eq. 33.3 and 33.4, in
+base 2), and stores what it has of a pair as an output with its log-normaliser; the merge weighs these (eq. 33.5).
+
+What is attended to is there when a call begins. So are its weights: they are copied while the cache is folded.
+"""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
+
+from pallas_kernels.gpu.hopper import decode_block_grid as grid
+from pallas_kernels.gpu.hopper.attention_decode_work import div, rem
+from pallas_kernels.gpu.hopper.attention_tile import COLUMN, LOG2E, MATRIX, ROW
+from pallas_kernels.gpu.hopper.decode_block_config import QUERY_TILE, ROWS_MULTIPLE, TOGETHER
+from pallas_kernels.gpu.hopper.decode_block_line import TASK_COLUMNS, Pair, tasks_of_a_head
+from pallas_kernels.gpu.hopper.decode_block_program import Program
+from pallas_kernels.gpu.hopper.decode_block_rows import rows_layout, scatter
+from pallas_kernels.gpu.memory import store
+
+AT_ONCE = 16  # parts that are read together, as each is small and takes as long to come as all
+TASK = rows_layout(TASK_COLUMNS)
+
+
+def rows_of_a_word(p: Program) -> tuple[int, int]:
+    """Columns of the attended rows that one word of the merge stands for, and its value once they are there."""
+    _, G, H = p.plan.shape.heads
+    return G * H, math.prod(tasks_of_a_head(p.plan)) * grid.DONE
+
+
+# Copying.
+
+
+def copy_keys(p: Program, number: int, index: Array) -> None:
+    """Copy a block's keys."""
+    pair, slots = _block(p, number, index)
+    source, stage = p.ops.attended[0].at[pair.b, slots, pair.k], rem(index, p.plan.config.stages)
+    plgpu.copy_gmem_to_smem(source, p.scratch.keys.at[stage, 0], p.scratch.weights_ready.at[stage])
+
+
+def copy_values_and_queries(p: Program, number: int) -> None:
+    """Copy the values of a run's blocks, which are to these what rows are to weights, and every pair's queries.
+
+    The warpgroup of the rows has to copy something for every block: nothing else keeps the barriers that it waits for
+    from going on without it.
+    """
+    line, run = p.line, p.runs[number]
+    assert line is not None
+    size = line.keys // (p.plan.padded // ROWS_MULTIPLE)  # one copy for each that the barrier expects of rows
+
+    @pl.loop(run.done, run.done + run.units)
+    def _unit(index: Array) -> None:
+        p.wait_until_free(index)
+        pair, slots = _block(p, number, index)
+        stage, unit = rem(index, p.plan.config.stages), run.begin + index - run.done
+        for first in range(0, line.keys, size):
+            some = pl.ds(pl.multiple_of(slots.start + first, size), size)
+            target = p.scratch.keys.at[stage, 1, pl.ds(first, size)]
+            plgpu.copy_gmem_to_smem(p.ops.attended[1].at[pair.b, some, pair.k], target, p.scratch.rows_ready.at[stage])
+
+        @pl.when((unit == pair.begin) | (unit == run.begin))
+        def _first() -> None:
+            pl.when(unit != run.begin)(lambda: plgpu.barrier_wait(p.scratch.query_free))
+            target = p.scratch.query.at[pl.ds(0, p.plan.query[2])]
+            plgpu.copy_gmem_to_smem(p.ops.query.at[pair.b, pair.k], target, p.scratch.query_ready)
+
+
+def _block(p: Program, number: int, index: Array) -> tuple[Pair, Any]:
+    """The pair and the slots of a block, which is counted through the runs of all phases."""
+    line, run = p.line, p.runs[number]
+    assert line is not None
+    unit = run.begin + index - run.done
+    pair = line.pair(unit)
+    return pair, pl.ds(pl.multiple_of((unit - pair.begin) * line.keys, line.keys), line.keys)
+
+
+# Folding.
+
+
+def attend(p: Program, number: int) -> None:
+    """Fold the blocks of a run, pair by pair."""
+    run = p.runs[number]
+    lax.while_loop(lambda done: done < run.units, lambda done: _part(p, number, done), jnp.int32(0))
+
+
+def _part(p: Program, number: int, done: Array) -> Array:
+    """Fold a pair's blocks, from unit `done` of the run on, and store the part; returns how many units are done."""
+    line, run = p.line, p.runs[number]
+    assert line is not None
+    first = run.begin + done
+    pair = line.pair(first)
+    units = jnp.minimum(pair.end - first, run.units - done)
+    plgpu.barrier_wait(p.scratch.query_ready)
+    m, l, u = _fold(p, pair, run.done + done, first - pair.begin, units)
+    plgpu.barrier_arrive(p.scratch.query_free)
+    part = line.place(run.rank, pair, p.group)
+    total = jnp.where(l == 0, 1.0, l)
+    packed = p.plan.tokens * p.plan.shape.heads.G
+    _store_queries(p.out.parts["attend"].at[part], u * _across(1 / total, u.shape), packed)
+    store(p.out.normalisers.at[part], m + jnp.log2(total))
+    grid.arrive(p.words(number).at[pair.k], jnp.int32(0))
+    return done + units
+
+
+def _fold(p: Program, pair: Pair, index: Array, block: Array, units: Array) -> tuple[Array, Array, Array]:
+    """m, l [QUERY_TILE] and u [QUERY_TILE, H] over this warpgroup's blocks, every second one of some."""
+    line, form, (_, G, H) = p.line, p.plan.attention, p.plan.shape.heads
+    assert line is not None
+    assert form is not None
+    held, length = line.held(pair.b)
+    first = rem(index + p.group, grid.GROUPS)
+
+    def skip(i: Array) -> None:
+        """Leave a block to the other warpgroup; it has to have come before this one can say so."""
+        stage = rem(index + i, p.plan.config.stages)
+        plgpu.barrier_wait(p.scratch.weights_ready.at[stage])
+        plgpu.barrier_wait(p.scratch.rows_ready.at[stage])
+        p.release(index + i)
+
+    def step(turn: Array, carry: Any) -> Any:
+        m, l, u = carry
+        i = first + turn * grid.GROUPS
+        stage = rem(index + i, p.plan.config.stages)
+        start = (block + i) * line.keys
+        keys, values = (p.scratch.keys.at[stage, which] for which in range(2))
+        plgpu.barrier_wait(p.scratch.weights_ready.at[stage])
+
+        def product(acc: Any) -> Array:
+            plgpu.wgmma(acc, p.scratch.query, keys.transpose((1, 0)))
+            return acc[...]
+
+        scores = pl.run_scoped(product, plgpu.ACC((QUERY_TILE, line.keys), jnp.float32)) * (form.scale * LOG2E)
+        at = plgpu.broadcasted_iota(jnp.int32, (line.keys,), 0, layout=COLUMN) + start
+        token = div(plgpu.broadcasted_iota(jnp.int32, (QUERY_TILE,), 0, layout=ROW), G)
+        seen = _down(at, scores.shape) <= _across(jnp.minimum(held + token, length - 1), scores.shape)
+        scores = jnp.where(seen, scores, -jnp.inf)
+        m, old = jnp.maximum(m, jnp.max(scores, axis=1)), m
+        shift = jnp.where(m == -jnp.inf, 0.0, m)
+        weights = jnp.exp2(scores - _across(shift, scores.shape))
+        decay = jnp.exp2(old - shift)
+        l = l * decay + jnp.sum(weights, axis=1)
+        u = u * _across(decay, u.shape)
+        narrow = weights.astype(p.scratch.query.dtype)
+        plgpu.barrier_wait(p.scratch.rows_ready.at[stage])
+        pl.when(start + line.keys > length)(lambda: _hide(values, length - start))
+
+        def add(acc: Any) -> Array:
+            acc[...] = u
+            plgpu.wgmma(acc, narrow, values)
+            return acc[...]
+
+        u = pl.run_scoped(add, plgpu.ACC((QUERY_TILE, H), jnp.float32))
+        p.release(index + i)
+        pl.when(i + 1 < units)(lambda: skip(i + 1))
+        return m, l, u
+
+    def full(value: float, shape: tuple[int, ...], layout: Any) -> Array:
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    empty = full(-jnp.inf, (QUERY_TILE,), ROW), full(0.0, (QUERY_TILE,), ROW), full(0.0, (QUERY_TILE, H), MATRIX)
+    pl.when(first > 0)(lambda: skip(jnp.int32(0)))
+    return lax.fori_loop(jnp.int32(0), div(units - first + 1, grid.GROUPS), step, empty)
+
+
+def _hide(values: Any, real: Array) -> None:
+    """Zero the values past the first so many: a weight of 0 would not hide their NaN."""
+    layout = rows_layout(values.shape[1])
+    here = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout) < real
+    held = plgpu.load(values, layout=layout, optimized=False)
+    values[...] = jnp.where(here, held, jnp.zeros((), values.dtype))
+    plgpu.commit_smem()
+
+
+def _store_queries(ref: Any, x: Array, rows: int) -> None:
+    """Write the first rows of a tile of packed queries to device memory."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), MATRIX))
+    def store_first(_: Any, ref: Any, x: Any) -> None:
+        by_row: dict[Any, list[Any]] = {}
+        for mine, (row, column) in zip(x.registers.flat, x.layout.thread_idxs(x.shape), strict=True):
+            by_row.setdefault(row, []).append((mine, column))
+        for row, those in by_row.items():
+            inside = arith.cmpi(arith.CmpIPredicate.ult, row, mgpu.c(rows, ir.IndexType.get()))
+            with mgpu.when(inside):
+                for mine, column in those:
+                    vector.store(mine, ref, [row, column])
+
+    store_first(ref, x)
+
+
+# Merging.
+
+
+def merge(p: Program, number: int) -> None:
+    """Merge the parts of every task of a run, once they are there: the warpgroups of a program take turns."""
+    run = p.runs[number]
+
+    @pl.loop(0, run.units)
+    def _task(i: Array) -> None:
+        pl.when(rem(i, grid.GROUPS) == p.group)(lambda: _merge(p, number, run.begin + i))
+
+
+def _merge(p: Program, number: int, task: Array) -> None:
+    line, (_, G, H) = p.line, p.plan.shape.heads
+    assert line is not None
+    k, b, group, columns = _coordinates(task, tasks_of_a_head(p.plan))
+    pair = line.pair_of(k, b)
+    grid.wait_for(p.words(number - 1).at[k], line.parts_of(k))
+    first, last = line.programs_of(pair)
+    place, count = line.place(first, pair), (last - first + 1) * grid.GROUPS
+    rows = pl.ds(pl.multiple_of(group * TOGETHER, TOGETHER), TOGETHER)
+    columns = pl.multiple_of(columns * TASK_COLUMNS, TASK_COLUMNS)
+    vector_layout = TASK.reduce(1)
+
+    def some(i: Array, carry: Any) -> Any:
+        highest, total, u = carry
+        parts = [i * AT_ONCE + offset for offset in range(AT_ONCE)]
+        at = [place + jnp.minimum(part, count - 1) for part in parts]
+        read = [plgpu.load(p.out.normalisers.at[each, rows], layout=vector_layout, optimized=False) for each in at]
+        outputs = [
+            plgpu.load(p.out.parts["attend"].at[each, rows, pl.ds(columns, TASK_COLUMNS)], layout=TASK, optimized=False)
+            for each in at
+        ]
+        logs = [jnp.where(jnp.broadcast_to(q < count, x.shape), x, -jnp.inf) for q, x in zip(parts, read, strict=True)]
+        old = highest
+        for each in logs:
+            highest = jnp.maximum(highest, each)
+        shift = jnp.where(highest == -jnp.inf, 0.0, highest)
+        decay = jnp.exp2(old - shift)
+        total, u = total * decay, u * _across(decay, u.shape, TASK)
+        for each, output in zip(logs, outputs, strict=True):
+            weight = jnp.exp2(each - shift)
+            total, u = total + weight, u + output * _across(weight, u.shape, TASK)
+        return highest, total, u
+
+    def full(value: float, shape: tuple[int, ...], layout: Any) -> Array:
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    empty = (
+        full(-jnp.inf, (TOGETHER,), vector_layout),
+        full(0.0, (TOGETHER,), vector_layout),
+        full(0.0, (TOGETHER, TASK_COLUMNS), TASK),
+    )
+    _, total, u = lax.fori_loop(jnp.int32(0), div(count + (AT_ONCE - 1), AT_ONCE), some, empty)
+    output = u * _across(1 / jnp.where(total == 0, 1.0, total), u.shape, TASK)
+    packed = plgpu.broadcasted_iota(jnp.int32, (TOGETHER,), 0, layout=vector_layout) + group * TOGETHER
+    token = div(packed, G)
+    row = jnp.where(packed < p.plan.tokens * G, b * p.plan.tokens + token, -1)  # past the last, nowhere
+    column = (k * G + packed - token * G) * H + columns
+    target = p.out.rows["merge"]
+    scatter(target, output.astype(target.dtype), row, column=column)
+    grid.tell(p.words(number).at[k])
+
+
+def _coordinates(index: Array, sizes: tuple[int, ...]) -> list[Array]:
+    """An index into a line as one for each axis, the first of which has any size."""
+    found = []
+    for size in reversed(sizes):
+        found.append(rem(index, size))
+        index = div(index, size)
+    return [index, *reversed(found)]
+
+
+def _across(rows: Array, shape: tuple[int, ...], layout: Any = MATRIX) -> Array:
+    return plgpu.layout_cast(lax.broadcast_in_dim(rows, shape, (0,)), layout)
+
+
+def _down(columns: Array, shape: tuple[int, ...]) -> Array:
+    return plgpu.layout_cast(lax.broadcast_in_dim(columns, shape, (1,)), MATRIX)
