@@ -46,7 +46,7 @@ STEP_BAR, STEP_AIM, VERIFY_BARS, SPEEDUP_BAR = 1.18, 1.10, {5: 1.05, 9: 1.08}, 0
 SHAPES = ((1, 1), (1, 5), (1, 9), (8, 1))  # B, T
 ACCEPTANCES, DRAFT_LENGTHS = (0.6, 0.8, 0.95), (2, 4, 8)
 PLAIN = 1  # tokens of a forward of plain decoding
-PLAIN_FORM, FUSED_FORM, SCAN_FORM = "layers one by one", "one kernel between two attentions", "a scan over layers"
+PLAIN_FORM, FUSED_FORM, SCAN_FORM = "layers one by one", "a kernel for each layer", "a scan over layers"
 PARTS = ("forwards", "speculation", "hugging_face")
 GREEDY = SamplingParams(temperature=0.0, top_k=None, top_p=None)
 JUDGED = 64  # positions of the prompt whose logits Hugging Face's have to agree with
@@ -110,7 +110,7 @@ def _config(job: Job, role: str) -> models.DecoderConfig:
 
 
 def forwards(job: Job, model: LanguageModel, params: Params, config: models.DecoderConfig, rate: float) -> None:
-    """One token and several, layers one by one, as one kernel between two attentions, and as a scan."""
+    """One token and several: layers as the decoder has them, as a kernel each, and as a scan."""
     shapes = SHAPES[:2] if job.smoke else SHAPES
     scan, stacked = scanned(config, params, model)
     forms: dict[str, tuple[LanguageModel, Params]] = {PLAIN_FORM: (model, params), SCAN_FORM: (scan, stacked)}
@@ -216,7 +216,7 @@ def report_plain(job: Job, found: Mapping[tuple[int, int], Forward], rate: float
 
 
 def fused_model(job: Job, config: models.DecoderConfig, shapes: tuple[tuple[int, int], ...]) -> LanguageModel | None:
-    """The model with all between two attentions as one kernel, where there is one; in a smoke run its twin."""
+    """The model with a kernel for each layer, attention within, where there is one; in a smoke run its twin."""
     heads = Heads(config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
     form = BlockForm(heads, config.rms_norm_eps)
     widest = max(batch * width for batch, width in shapes)
@@ -229,7 +229,7 @@ def fused_model(job: Job, config: models.DecoderConfig, shapes: tuple[tuple[int,
 
 
 def report_fused(job: Job, plain: Mapping[tuple[int, int], Forward], found: Mapping[tuple[int, int], Forward]) -> None:
-    """The same forwards with all between two attentions as one kernel."""
+    """The same forwards with a kernel for each layer."""
     rows = []
     for (batch, width), own in found.items():
         each = plain[batch, width]
@@ -238,8 +238,8 @@ def report_fused(job: Job, plain: Mapping[tuple[int, int], Forward], found: Mapp
         values = {"over_bound": own.over, "speed_over_plain": each.seconds / own.seconds}
         name = f"fused forward B {batch} T {width}"
         job.record(name, settings=settings, clock=HOST, steady_s=own.seconds, check="agrees", values=values)
-    columns = ["B", "T", "one by one, ms", "one kernel, ms", "over the bound", "its speed over theirs"]
-    job.table("fused", "All between two attentions as one kernel", columns, rows)
+    columns = ["B", "T", "one by one, ms", "a kernel each, ms", "over the bound", "its speed over theirs"]
+    job.table("fused", "A kernel for each layer, attention within", columns, rows)
 
 
 def report_scan(job: Job, unrolled: Forward, found: Forward) -> None:
