@@ -17,9 +17,6 @@ from pallas_kernels.gpu.hopper.decode_block_split import Split, share_of
 class Buffers(NamedTuple):
     """What a call writes, by the names of phases where each has its own.
 
-    A phase that comes again writes where it wrote before. Nobody reads that any more: a phase begins with rows for
-    which all of the phases before had to be done, those of the same layer and of the one before it.
-
     Args:
       parts: of a product, float32 [places, padded rows, BLOCK_OUTPUTS]; of `attend`, outputs of parts float32 [places,
         packed queries in fours, H].
