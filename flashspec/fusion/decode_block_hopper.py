@@ -124,8 +124,8 @@ def decode_layers(kernel: Kernel, request: LayersRequest, arrays: LayersArrays) 
     _, query = launch(PHASES[-1:], BlockOperands(**first, **_of_heads(layers[0].heads), **always))
     residual = jnp.pad(arrays.x, ((0, -block.shape.rows % TOGETHER), (0, 0)))
     for layer, (_, mlp) in enumerate(layers):
-        given: dict[str, Any] = {"scales": (mlp.norm,), "weights": (None, None, *_matrices(mlp))}
-        given |= {"attended": caches[layer]}
+        given: dict[str, Any] = {"attended": caches[layer], "weights": (None, None, *_matrices(mlp))}
+        given["scales"] = (mlp.norm,)
         phases: tuple[str, ...] = PHASES[:-1]
         if layer + 1 < len(layers):
             after, phases = layers[layer + 1].heads, PHASES

@@ -163,10 +163,7 @@ def _fold(p: Program, pair: Pair, index: Array, block: Array, units: Array) -> t
         pl.when(i + 1 < units)(lambda: skip(i + 1))
         return m, l, u
 
-    def full(value: float, shape: tuple[int, ...], layout: Any) -> Array:
-        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-    empty = full(-jnp.inf, (QUERY_TILE,), ROW), full(0.0, (QUERY_TILE,), ROW), full(0.0, (QUERY_TILE, H), MATRIX)
+    empty = _full(-jnp.inf, (QUERY_TILE,), ROW), _full(0.0, (QUERY_TILE,), ROW), _full(0.0, (QUERY_TILE, H), MATRIX)
     pl.when(first > 0)(lambda: skip(jnp.int32(0)))
     return lax.fori_loop(jnp.int32(0), div(units - first + 1, grid.GROUPS), step, empty)
 
@@ -242,13 +239,10 @@ def _merge(p: Program, number: int, task: Array) -> None:
             total, u = total + weight, u + output * _across(weight, u.shape, TASK)
         return highest, total, u
 
-    def full(value: float, shape: tuple[int, ...], layout: Any) -> Array:
-        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
     empty = (
-        full(-jnp.inf, (TOGETHER,), vector_layout),
-        full(0.0, (TOGETHER,), vector_layout),
-        full(0.0, (TOGETHER, TASK_COLUMNS), TASK),
+        _full(-jnp.inf, (TOGETHER,), vector_layout),
+        _full(0.0, (TOGETHER,), vector_layout),
+        _full(0.0, (TOGETHER, TASK_COLUMNS), TASK),
     )
     _, total, u = lax.fori_loop(jnp.int32(0), div(count + (AT_ONCE - 1), AT_ONCE), some, empty)
     output = u * _across(1 / jnp.where(total == 0, 1.0, total), u.shape, TASK)
@@ -276,3 +270,7 @@ def _across(rows: Array, shape: tuple[int, ...], layout: Any = MATRIX) -> Array:
 
 def _down(columns: Array, shape: tuple[int, ...]) -> Array:
     return plgpu.layout_cast(lax.broadcast_in_dim(columns, shape, (1,)), MATRIX)
+
+
+def _full(value: float, shape: tuple[int, ...], layout: Any) -> Array:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)

@@ -85,9 +85,7 @@ def tell(word: Any) -> None:
     tell_all(word)
 
 
-def look(
-    words: Any, split: Split, block: Array, most: Array, columns: int | None = None, done: int | None = None
-) -> Array:
+def look(words: Any, split: Split, block: Array, most: Array, columns: int = COLUMNS, done: int = DONE) -> Array:
     """Wait until the rows for a block of inputs are there, before anything that this warpgroup copies after it.
 
     Args:
@@ -95,8 +93,8 @@ def look(
       split: of the product that needs them.
       block: the first block of inputs of that product that they are needed for; others follow, around its end.
       most: how many are needed.
-      columns: of the rows, that a word stands for; `COLUMNS` if None.
-      done: the least value of a word whose rows are there; `DONE` if None.
+      columns: of the rows, that a word stands for.
+      done: the least value of a word whose rows are there.
 
     Returns:
       For how many blocks they are there: at least 1, at most `LOOKS` and `most`.
@@ -108,7 +106,7 @@ def look(
         i32 = thread.type
         mine = arith.addi(block.registers.item(), arith.remui(thread, mgpu.c(LOOKS, i32)))
         inputs = arith.muli(arith.remui(mine, mgpu.c(split.blocks, i32)), mgpu.c(split.block_inputs, i32))
-        word = mgpu.memref_slice(words, (arith.index_cast(ir.IndexType.get(), _over(inputs, columns or COLUMNS)),))
+        word = mgpu.memref_slice(words, (arith.index_cast(ir.IndexType.get(), _over(inputs, columns)),))
         # The first warp looks, the others wait at the barrier for what it has seen.
         seen = mgpu.inline_ptx(
             f"""{{
@@ -119,7 +117,7 @@ def look(
             @!looks bra SEEN;
             AGAIN:
             ld.relaxed.gpu.global.u32 word, [$3];
-            setp.lt.u32 no, word, {done or DONE};
+            setp.lt.u32 no, word, {done};
             vote.sync.ballot.b32 number, no, 0xffffffff;
             brev.b32 number, number;
             clz.b32 number, number;

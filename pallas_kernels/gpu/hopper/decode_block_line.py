@@ -62,12 +62,11 @@ class Line:
 
     def pair(self, unit: Array) -> Pair:
         """The pair that a unit belongs to."""
-        k = div(unit, self.ends[-1])
-        b, begin, end = jnp.int32(0), jnp.int32(0), self.ends[1]
-        for row, (first, last) in enumerate(zip(self.ends[1:], self.ends[2:], strict=False), 1):
+        k, b = div(unit, self.ends[-1]), jnp.int32(0)
+        for first in self.ends[1:-1]:
             later = unit - k * self.ends[-1] >= first
-            b, begin, end = (jnp.where(later, new, old) for new, old in ((row, b), (first, begin), (last, end)))
-        return Pair(k, b, k * self.ends[-1] + begin, k * self.ends[-1] + end)
+            b = b + later.astype(jnp.int32)
+        return self.pair_of(k, b)
 
     def pair_of(self, k: Array, row: Any) -> Pair:
         """A pair by its numbers."""

@@ -80,9 +80,9 @@ def copy_rows(p: Program) -> None:
 def _look(p: Program, number: int, index: Array, most: Array) -> Array:
     """Wait for the rows of a unit; for how many of at most so many from there on they have come."""
     split, run = p.split(number), p.runs[number]
-    columns, done = attention.rows_of_a_word(p) if p.plan.phases[number - 1] == "merge" else (None, None)
+    word = attention.rows_of_a_word(p) if p.plan.phases[number - 1] == "merge" else ()
     block = rem(run.begin + index - run.done, split.blocks)
-    return grid.look(p.words(number - 1), split, block, most, columns, done)
+    return grid.look(p.words(number - 1), split, block, most, *word)
 
 
 def _copy_some_rows(p: Program, number: int, index: Array) -> None:

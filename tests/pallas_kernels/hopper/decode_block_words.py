@@ -17,7 +17,6 @@ import numpy as np
 from jax._src import callback
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 
-from pallas_kernels.gpu.hopper.decode_block_config import COLUMNS
 from pallas_kernels.gpu.hopper.decode_block_grid import DONE, LOOKS
 from tests.pallas_kernels.hopper.interpreter import _reader, _resolved, interpreted
 
@@ -85,9 +84,9 @@ def _tell(word: _Buffer) -> None:
     word.write(word.read() + DONE)
 
 
-def _look(words: _Buffer, block: Any, most: Any, *, split: Any, columns: int | None, done: int | None) -> int:
+def _look(words: _Buffer, block: Any, most: Any, *, split: Any, columns: int, done: int) -> int:
     ahead = (block + np.arange(LOOKS)) % split.blocks
-    there = words.read()[ahead * split.block_inputs // (columns or COLUMNS)] >= (done or DONE)
+    there = words.read()[ahead * split.block_inputs // columns] >= done
     assert there[0], "rows are looked for that never come"
     return min(int(np.argmin([*there, False])), int(most))
 
