@@ -14,7 +14,7 @@ from experiments import hugging_face, round_costs
 from experiments.bandwidth_bound import read_rate, step_bytes
 from experiments.compilation import build_all
 from experiments.harness import Job
-from experiments.large_pair import agree, random_prompt
+from experiments.large_pair import FUSED_HELP, agree, fused_by, random_prompt
 from experiments.pairs import Pair
 from experiments.programs import Programs, program_builders, time_decoding
 from experiments.round_costs import Loop
@@ -46,9 +46,10 @@ STEP_BAR, STEP_AIM, VERIFY_BARS, SPEEDUP_BAR = 1.18, 1.10, {5: 1.05, 9: 1.08}, 0
 SHAPES = ((1, 1), (1, 5), (1, 9), (8, 1))  # B, T
 ACCEPTANCES, DRAFT_LENGTHS = (0.6, 0.8, 0.95), (2, 4, 8)
 PLAIN = 1  # tokens of a forward of plain decoding
-PLAIN_FORM, FUSED_FORM, SCAN_FORM = "layers one by one", "a kernel for each layer", "a scan over layers"
+PLAIN_FORM, FUSED_FORM, SCAN_FORM = "layers one by one", "fused layers", "a scan over layers"
 PARTS = ("forwards", "speculation", "hugging_face")
 GREEDY = SamplingParams(temperature=0.0, top_k=None, top_p=None)
+SLOTS = 128  # of a cache that the fused layers take
 JUDGED = 64  # positions of the prompt whose logits Hugging Face's have to agree with
 
 
@@ -73,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capacity", type=int, default=2048, help="positions in the caches")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--fused", action="store_true", help=f"{FUSED_HELP}; for the part `speculation`")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="of the experiment (default: all)")
 
 
@@ -110,7 +112,7 @@ def _config(job: Job, role: str) -> models.DecoderConfig:
 
 
 def forwards(job: Job, model: LanguageModel, params: Params, config: models.DecoderConfig, rate: float) -> None:
-    """One token and several: layers as the decoder has them, as a kernel each, and as a scan."""
+    """One token and several: layers as the decoder has them, fused, and as a scan."""
     shapes = SHAPES[:2] if job.smoke else SHAPES
     scan, stacked = scanned(config, params, model)
     forms: dict[str, tuple[LanguageModel, Params]] = {PLAIN_FORM: (model, params), SCAN_FORM: (scan, stacked)}
@@ -174,7 +176,7 @@ def same_logits(job: Job, forms: Mapping[str, tuple[LanguageModel, Params]]) -> 
     tokens = jax.random.randint(jax.random.key(job.seed), (1, 8), 0, forms[PLAIN_FORM][0].vocab_size)
     calls = build_all(
         {
-            form: functools.partial(compile_call, model.apply, params, tokens, model.init_cache(1, 16))
+            form: functools.partial(compile_call, model.apply, params, tokens, model.init_cache(1, SLOTS))
             for form, (model, params) in forms.items()
         }
     )
@@ -216,7 +218,7 @@ def report_plain(job: Job, found: Mapping[tuple[int, int], Forward], rate: float
 
 
 def fused_model(job: Job, config: models.DecoderConfig, shapes: tuple[tuple[int, int], ...]) -> LanguageModel | None:
-    """The model with a kernel for each layer, attention within, where there is one; in a smoke run its twin."""
+    """The model with its layers fused, where the kernel takes it; in a smoke run the kernel's twin."""
     heads = Heads(config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
     form = BlockForm(heads, config.rms_norm_eps)
     widest = max(batch * width for batch, width in shapes)
@@ -229,7 +231,7 @@ def fused_model(job: Job, config: models.DecoderConfig, shapes: tuple[tuple[int,
 
 
 def report_fused(job: Job, plain: Mapping[tuple[int, int], Forward], found: Mapping[tuple[int, int], Forward]) -> None:
-    """The same forwards with a kernel for each layer."""
+    """The same forwards with fused layers."""
     rows = []
     for (batch, width), own in found.items():
         each = plain[batch, width]
@@ -238,8 +240,8 @@ def report_fused(job: Job, plain: Mapping[tuple[int, int], Forward], found: Mapp
         values = {"over_bound": own.over, "speed_over_plain": each.seconds / own.seconds}
         name = f"fused forward B {batch} T {width}"
         job.record(name, settings=settings, clock=HOST, steady_s=own.seconds, check="agrees", values=values)
-    columns = ["B", "T", "one by one, ms", "a kernel each, ms", "over the bound", "its speed over theirs"]
-    job.table("fused", "A kernel for each layer, attention within", columns, rows)
+    columns = ["B", "T", "one by one, ms", "fused, ms", "over the bound", "its speed over theirs"]
+    job.table("fused", "Fused layers", columns, rows)
 
 
 def report_scan(job: Job, unrolled: Forward, found: Forward) -> None:
@@ -257,7 +259,7 @@ def speculation(job: Job, own: Mapping[str, Params], exact: Checked) -> None:
     """Measured speed-up beside eq. 33.15 with measured costs, for every acceptance and draft length."""
     args = job.args
     acceptances = args.acceptance or ACCEPTANCES
-    pair = ruled_pair({role: _config(job, role) for role in own}, own, acceptances[0])
+    pair = ruled_pair({role: _config(job, role) for role in own}, own, acceptances[0], fused_by(job))
     lengths = args.draft_length or DRAFT_LENGTHS
     batches = [random_prompt(job, pair.config.vocab_size, max(lengths))]
     few = {"steps": 2, "repeats": 1} if job.smoke else {}

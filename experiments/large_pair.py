@@ -32,6 +32,7 @@ TIME = "6 minutes on an H200"
 
 LOAD_BAR, PLAIN_BAR, VERIFY_BARS, SPEEDUP_BAR = 2e9, 1.18, {4: 1.05, 8: 1.08}, 0.05
 HOST_ALLOWANCE = 1_000_000_000
+FUSED_HELP = "decode some layers by one kernel (decode_block), both models; in a smoke run by its twin"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capacity", type=int, default=2048, help="positions in the caches")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--fused", action="store_true", help=FUSED_HELP)
 
 
 def run(job: Job) -> None:
@@ -110,12 +112,13 @@ def fingerprint(params: Params) -> list[int]:
 def decode(job: Job, configs: dict[str, models.DecoderConfig], loaded: dict[str, Params]) -> None:
     """Plain and speculative decoding at each acceptance, against the read rate and against eq. 33.15."""
     args, vocab_size = job.args, configs["target"].vocab_size
-    target = models.as_language_model(configs["target"], jnp.bfloat16)
+    decode_block = fused_by(job)
+    target = models.as_language_model(configs["target"], jnp.bfloat16, decode_block=decode_block)
     exact = checked("five tokens verified together are as one by one", lambda: agree(target, loaded["target"]))
     if not job.claim(exact.what, exact.passed):
         return
     acceptances = args.acceptance or [0.6, 0.8, 0.95]
-    pair = ruled_pair(configs, loaded, acceptances[0])
+    pair = ruled_pair(configs, loaded, acceptances[0], decode_block)
     lengths = [args.draft_length] if job.smoke else sorted({*VERIFY_BARS, args.draft_length})
     shape = round_costs.Shape(1, args.capacity, **({"steps": 2, "repeats": 1} if job.smoke else {}))
     batches = [random_prompt(job, vocab_size, args.draft_length)]
@@ -136,11 +139,18 @@ def decode(job: Job, configs: dict[str, models.DecoderConfig], loaded: dict[str,
     job.table("speedup", f"{models_of}, D = {args.draft_length}, B = 1", columns, rows)
 
 
+def fused_by(job: Job) -> str | None:
+    """Who computes the fused step where it is asked for."""
+    if not job.args.fused:
+        return None
+    return "xla" if job.smoke else "hopper"
+
+
 def agree(model: LanguageModel, params: Params) -> bool:
     """Whether the logits of five new tokens in one forward are those of five forwards, to bfloat16's rounding."""
     tokens = jax.random.randint(jax.random.key(1), (1, 21), 0, model.vocab_size)
     assert model.prefill is not None
-    empty, count = model.init_cache(1, 32), jnp.array([16], jnp.int32)
+    empty, count = model.init_cache(1, 128), jnp.array([16], jnp.int32)
     built = build_all(
         {
             "fill": functools.partial(compile_call, model.prefill, params, tokens[:, :16], count, empty),

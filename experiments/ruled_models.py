@@ -57,15 +57,21 @@ def draft_logits(vocab_size: int, acceptance: float) -> Array:
     return jnp.where(kept, 0.0, -1e9).astype(jnp.float32)
 
 
-def ruled_pair(configs: Mapping[str, models.DecoderConfig], params: Mapping[str, Params], acceptance: float) -> Pair:
+def ruled_pair(
+    configs: Mapping[str, models.DecoderConfig],
+    params: Mapping[str, Params],
+    acceptance: float,
+    decode_block: str | None = None,
+) -> Pair:
     """A pair in bfloat16 of which each draft token is accepted with a given probability.
 
     Args:
       configs, params: of "target" and "draft".
       acceptance: between 0 and 1.
+      decode_block: as in `models.as_language_model`, of both.
     """
     ruled = {
-        role: RuledModel(models.as_language_model(config, jnp.bfloat16)).language_model()
+        role: RuledModel(models.as_language_model(config, jnp.bfloat16, decode_block=decode_block)).language_model()
         for role, config in configs.items()
     }
     vocab_size = configs["target"].vocab_size

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,18 +24,22 @@ from flashspec.fusion.decode_block_xla import norm
 from flashspec.fusion.request import ACTIVATIONS
 from flashspec.selection import elsewhere
 from pallas_kernels.gpu.hopper.decode_block_config import (
+    COLUMNS,
     COUNTS,
+    LAYERS,
     PHASES,
     PRODUCTS,
-    TOGETHER,
     AttentionForm,
+    Begin,
     BlockConfig,
     BlockOperands,
     BlockPlan,
     Places,
+    beginning,
     heuristic,
 )
 from pallas_kernels.gpu.hopper.decode_block_config import refusals as kernel_refusals
+from pallas_kernels.launch import cdiv
 
 CAPABILITY = "9.0"
 
@@ -82,18 +87,21 @@ def decode_block(kernel: Kernel, request: BlockRequest, arrays: BlockArrays) -> 
     plan = _plan(request, _products(mlp is not None, heads is not None), _config(request))
     held = {"key": arrays.key, "value": arrays.value, "counts": arrays.stream.counts}
     refs: dict[str, Any] = {name: jax.new_ref(x) for name, x in held.items() if x is not None}
-    given: dict[str, Any] = {"scales": (), "weights": ()}
+    given: dict[str, Any] = {}
+    matrices: dict[str, Array] = {}
     if mlp is None:
         assert heads is not None
         given["x"] = norm(arrays.stream.residual[: request.shape.rows], heads.norm, form)
     else:
-        given |= {"x": arrays.attended, "residual": arrays.stream.residual, "scales": (mlp.norm,)}
-        given["weights"] = _matrices(mlp)
-        given["scales"] += () if heads is None else (heads.norm,)
+        given |= {"x": arrays.attended, "residual": arrays.stream.residual, "scales": {"out": mlp.norm[None]}}
+        matrices |= _matrices(mlp)
     if heads is not None:
-        given |= {"weights": (*given["weights"], heads.qkv), "places": _narrow(arrays.places)} | _of_heads(heads)
-        given["written"] = refs["key"], refs["value"]
-    out = kernel(plan, BlockOperands(**given, counts=refs["counts"]))
+        matrices["qkv"] = heads.qkv
+        given |= {"places": _narrow(arrays.places), "caches": ((refs["key"], refs["value"]),)} | _of_heads([heads])
+        if mlp is not None:
+            given["scales"]["down"] = heads.norm[None]
+    weights = tuple((matrices[name],) for name in plan.phases)
+    out = kernel(plan, BlockOperands(weights=weights, **given, counts=refs["counts"]))
     after: dict[str, Array] = {name: jax.freeze(ref) for name, ref in refs.items()}
     stream = Stream(arrays.stream.residual if mlp is None else out.residual, after["counts"])
     query = None if heads is None else out.query.reshape(request.shape.rows, -1, form.heads.H)
@@ -101,9 +109,7 @@ def decode_block(kernel: Kernel, request: BlockRequest, arrays: BlockArrays) -> 
 
 
 def decode_layers(kernel: Kernel, request: LayersRequest, arrays: LayersArrays) -> tuple[Any, ...]:
-    """(residual, keys, values) as `flashspec.fusion.decode_layers.decode_layers` gives them, a layer a launch.
-
-    The first launch makes the first layer's queries; each one after it has a layer, and makes the next queries.
+    """(residual, keys, values) as `flashspec.fusion.decode_layers.decode_layers` gives them, some layers a launch.
 
     Args:
       kernel: the kernel, or a stand-in.
@@ -111,48 +117,68 @@ def decode_layers(kernel: Kernel, request: LayersRequest, arrays: LayersArrays) 
       arrays: of the call.
     """
     layers, block = arrays.layers, request.block
-    refs = jax.tree.map(jax.new_ref, (arrays.keys, arrays.values, jnp.zeros(COUNTS, jnp.int32)))
-    *caches, counts = (*zip(refs[0], refs[1], strict=True), refs[2])
-    launch = functools.partial(_launch, kernel, request, layers_config(request))
+    heads, mlps = zip(*layers, strict=True)
+    plans = {run: _layers_plan(request, len(run)) for run in launches(len(layers))}
+    begin = jax.tree.map(jax.new_ref, _begin(_layers_plan(request, 1), arrays.x, heads[0].norm))
+    caches = [(jax.new_ref(key), jax.new_ref(value)) for key, value in zip(arrays.keys, arrays.values, strict=True)]
     always: dict[str, Any] = {
+        "begin": begin,
         "places": _narrow(arrays.places),
         "lengths": arrays.lengths.astype(jnp.int32),
-        "counts": counts,
-    }
-    x = norm(arrays.x, layers[0].heads.norm, block.form)
-    first: dict[str, Any] = {"x": x, "weights": (layers[0].heads.qkv,), "written": caches[0]}
-    _, query = launch(PHASES[-1:], BlockOperands(**first, **_of_heads(layers[0].heads), **always))
-    residual = jnp.pad(arrays.x, ((0, -block.shape.rows % TOGETHER), (0, 0)))
-    for layer, (_, mlp) in enumerate(layers):
-        given: dict[str, Any] = {"attended": caches[layer], "weights": (None, None, *_matrices(mlp))}
-        given["scales"] = (mlp.norm,)
-        phases: tuple[str, ...] = PHASES[:-1]
-        if layer + 1 < len(layers):
-            after, phases = layers[layer + 1].heads, PHASES
-            given |= {"weights": (*given["weights"], after.qkv), "scales": (mlp.norm, after.norm)} | _of_heads(after)
-            given["written"] = caches[layer + 1]
-        residual, query = launch(phases, BlockOperands(residual=residual, query=query, **given, **always))
-    keys, values, _ = jax.tree.map(jax.freeze, refs)
-    assert residual is not None
-    return residual[: block.shape.rows], keys, values
+        "counts": jax.new_ref(jnp.zeros(COUNTS, jnp.int32)),
+        # What the last layer leaves is scaled by any, and not used.
+        "scales": {
+            "out": jnp.stack([mlp.norm for mlp in mlps]),
+            "down": jnp.stack([each.norm for each in (*heads[1:], heads[0])]),
+        },
+    } | _of_heads(heads)
+    for run, plan in plans.items():
+        matrices = [{"qkv": heads[i].qkv} | _matrices(mlps[i]) for i in run]
+        weights = tuple(tuple(each[name] for each in matrices if name in each) for name in PHASES)
+        own: dict[str, Any] = {"first": jnp.full(1, run.start, jnp.int32), "caches": tuple(caches[i] for i in run)}
+        _launch(kernel, plan, BlockOperands(weights=weights, **own, **always))
+    keys, values = (tuple(jax.freeze(cache[which]) for cache in caches) for which in range(2))
+    return jax.freeze(begin.residual)[: block.shape.rows], keys, values
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))  # so that launches that are alike are lowered once
-def _launch(
-    kernel: Kernel, request: LayersRequest, config: BlockConfig, phases: tuple[str, ...], operands: BlockOperands
-) -> tuple[Array | None, Array | None]:
-    out = kernel(_plan(request.block, phases, config, request.attention), operands)
-    return out.residual, out.query
+def launches(layers: int) -> list[range]:
+    """Which layers each launch of a step takes: as many as may be, and about as many in each."""
+    count = cdiv(layers, LAYERS)
+    bounds = [layers * i // count for i in range(count + 1)]
+    return [range(first, end) for first, end in itertools.pairwise(bounds)]
 
 
-def _matrices(mlp: MlpWeights) -> tuple[Array, Array, Array]:
-    return mlp.out, mlp.gate_up.reshape(mlp.gate_up.shape[0], -1), mlp.down
+def _begin(plan: BlockPlan, x: Array, scale: Array) -> Begin:
+    """The embeddings as one layer leaves its rows for the next."""
+    shapes = beginning(plan, x.dtype)
+    wide = x.astype(jnp.float32)
+    rows = wide * (scale.astype(jnp.float32) + float(plan.unit_offset))[None]
+    squares = jnp.sum((wide * wide).reshape(x.shape[0], -1, COLUMNS), axis=-1)
+
+    def padded(values: Array, shape: Any) -> Array:
+        return jnp.pad(values, [(0, size - had) for had, size in zip(values.shape, shape.shape, strict=True)])
+
+    return Begin(*map(padded, (x, rows.astype(x.dtype), squares), shapes))
 
 
-def _of_heads(heads: HeadWeights) -> dict[str, Any]:
-    """What makes queries and keys besides the product."""
-    scales = () if heads.query_norm is None else (heads.query_norm, heads.key_norm)
-    return {"bias": heads.bias, "head_scales": scales}
+@functools.partial(jax.jit, static_argnums=(0, 1))  # so that launches that are alike are lowered once
+def _launch(kernel: Kernel, plan: BlockPlan, operands: BlockOperands) -> None:
+    kernel(plan, operands)
+
+
+def _matrices(mlp: MlpWeights) -> dict[str, Array]:
+    """By the products that they are of."""
+    return {"out": mlp.out, "gate_up": mlp.gate_up.reshape(mlp.gate_up.shape[0], -1), "down": mlp.down}
+
+
+def _of_heads(layers: Sequence[HeadWeights]) -> dict[str, Any]:
+    """What makes queries and keys besides the product, of some layers."""
+
+    def stacked(name: str) -> Array | None:
+        return None if getattr(layers[0], name) is None else jnp.stack([getattr(heads, name) for heads in layers])
+
+    scales = [] if layers[0].query_norm is None else ["query_norm", "key_norm"]
+    return {"bias": stacked("bias"), "head_scales": tuple(map(stacked, scales))}
 
 
 def _narrow(places: Any) -> Places:
@@ -165,9 +191,11 @@ def _products(has_mlp: bool, has_heads: bool) -> tuple[str, ...]:
     return (PRODUCTS[:3] if has_mlp else ()) + (PRODUCTS[3:] if has_heads else ())
 
 
-def _plan(
-    request: BlockRequest, phases: tuple[str, ...], config: BlockConfig, attention: AttentionForm | None = None
-) -> BlockPlan:
+def _layers_plan(request: LayersRequest, layers: int) -> BlockPlan:
+    return _plan(request.block, PHASES, layers_config(request), attention=request.attention, layers=layers)
+
+
+def _plan(request: BlockRequest, phases: tuple[str, ...], config: BlockConfig, **more: Any) -> BlockPlan:
     form = request.form
     return BlockPlan(
         request.shape,
@@ -178,7 +206,7 @@ def _plan(
         ACTIVATIONS[form.activation],
         biased="bias" in request.options,
         head_norms="head norms" in request.options,
-        attention=attention,
+        **more,
     )
 
 

@@ -1,7 +1,6 @@
-"""A decoder step through all layers, one launch each: `decode_block` with attention over a dense cache within.
+"""A decoder step through all layers, a few in each launch: `decode_block` with attention over a dense cache within.
 
-A launch takes a layer from its queries on: attention, the three products behind it, and the queries, keys and values of
-the next layer. The weights behind attention are copied while it runs.
+Weights are copied ahead of everything that waits, attention and the next layer too.
 """
 
 import functools

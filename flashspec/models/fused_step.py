@@ -95,7 +95,7 @@ def fused_step(
         return attention(by_row, view, q_lengths=real, **decoder.attention_options(layer)).reshape(B * T, -1)
 
     def in_launches(arrays: LayersArrays) -> Any:
-        """A layer in each, with its attention; the twin has operations instead."""
+        """Whole layers in each, with their attention; the twin has operations instead."""
 
         def twin(arrays: LayersArrays) -> Any:
             held, length = arrays.lengths
@@ -117,8 +117,7 @@ def fused_step(
         own = [places[rotation] for rotation in config.rotations]
         return one_by_one(arrays, own, attend_cache, form, implementation)
 
-    # A user's own attention is called. For one batch row, attention is as fast outside (0.99 on an H200).
-    plain = isinstance(cache, DenseCache) and attention is cached_attention and B > 1
+    plain = isinstance(cache, DenseCache) and attention is cached_attention  # a user's own attention is called
     plain = plain and takes_whole_layers(config, implementation)
     request = make_layers_request(arrays, form, config.score_scale) if plain else None
 

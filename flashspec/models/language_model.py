@@ -152,8 +152,8 @@ def as_language_model(
       mesh: devices with the axes "data" and "model" (`decoder_mesh`) over which rows and heads are split; pass
         parameters that lie on it (`load(mesh=)` or `place`).
       decode_block: "hopper" for one kernel between every two attentions in forwards of up to 16 tokens, all rows
-        together, on the GPUs and for the sizes that `flashspec.fusion.decode_block` says; for several rows of a dense
-        cache, and without windows or an `attention` of one's own, the kernel has the attention in it. Or other
+        together, on the GPUs and for the sizes that `flashspec.fusion.decode_block` says; or, over a dense cache
+        without windows or an `attention` of one's own, one kernel for some layers with their attention. Or other
         implementations (a tuple of them for the first that can). None for products one by one, about as fast.
 
     Returns:

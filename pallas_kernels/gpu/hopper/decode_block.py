@@ -1,29 +1,39 @@
-"""All of a decoder step between two attentions on Hopper, or a layer with its attention, in one kernel.
+"""All of a decoder step between two attentions on Hopper, or several layers with their attention, in one kernel.
 
-Its reading of weights never pauses. A call is a row of phases, most of them products with something small behind each:
+Its reading of weights never pauses. A layer is a row of phases, most of them products with something small behind each:
 
+    qkv        bias, norms of queries and keys, rotation, and the write of keys and values into the cache in place
     attend     parts of attention over a dense cache, then `merge`, where a step has attention within
     out        residual + product, times the scale of the norm that follows, and sums of squares
     gate_up    activation(gate) * up
     down       as `out`
-    qkv        bias, norms of queries and keys, rotation, and the write of keys and values into the cache in place
+
+A call with attention takes some layers, in a loop; one without takes some of the products, from `out` to the `qkv` of
+the next layer.
 
 Each program, one on every multiprocessor, has an equal share of the blocks of every phase. One of its warpgroups
-copies these blocks ahead, those of all products in one line, and waits for nothing but free memory; so memory is read
-while others compute. Another copies the rows that are multiplied, each 128 columns of them once they are there. The
-other two multiply. Programs never meet: who stores the last part of a tile of outputs does the small work behind it,
-and says so in a word of its own (`decode_block_grid`). Parts are added up in one order, whoever does it.
+copies these blocks ahead, those of all products in one line, and waits for nothing but free memory (and for the keys of
+the step itself); so memory is read while others compute. Another copies the rows that are multiplied, each 128 columns
+of them once they are there. The other two multiply. Programs never meet: who stores the last part of a tile of outputs
+does the small work behind it, and says so in a word of its own (`decode_block_grid`). Parts are added up in one order,
+whoever does it.
 
 That no program waits for ever rests on two things. All programs are on the chip at once, as each has a multiprocessor
-of its own. And the work can be put in a line, product by product, in which everything waits for earlier work alone:
-rows for the small work of the product before, which is done within the other programs' runs of that product, by who
-comes last and without any waiting; a run of a product, by the same argument, for the products before; the merge for the
-parts of attention; and free memory for units of the same program that come earlier in its line.
+of its own. And the work can be put in a line, phase by phase, in which everything waits for earlier work alone: rows
+for the small work of the product before, which is done within the other programs' runs of that product, by who comes
+last and without any waiting; a run of a product, by the same argument, for the products before; queries, keys and
+values for the small work of theirs; the merge for the parts of attention; and free memory for units of the same program
+that come earlier in its line.
 
-A word counts up within a call. It has to be 0 when the phase comes round again, and may be set to that once nobody
-will look at it: the small work of a product sets those of phases before the one before, all of whose rows have been
-used then; and that of `out` sets those that the call before has left, of `down` and `qkv` (`decode_block_phases`). The
-words are not those of the calls of another step, so that the last call of a step need not leave zeros.
+Memory that one layer leaves is taken by the next without a question. Whoever comes to a phase again has, in three
+phases before it at most, waited for something that is whole only when every set of that phase has been told of and
+used: a tile adds up all rows of the product before.
+
+A word counts up within a call, through all layers. Between calls without attention, which share their words, it has to
+be 0 again, and may be set to that once nobody will look at it: the small work of a product sets those of phases before
+the one before, all of whose rows have been used then; and that of `out` sets those that the call before has left, of
+`down` and `qkv` (`decode_block_phases`). The words are not those of the calls of another step, so that the last call of
+a step need not leave zeros.
 
 Both warpgroups that copy have something to copy for every block, that of the rows the values of a block of the cache. A
 barrier tells one phase of it from the next, no more: who only waited for it could miss two.
@@ -33,7 +43,6 @@ applied to the product: nobody has to wait for the mean.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -46,48 +55,51 @@ from pallas_kernels.gpu.hopper.attention_tile import tiled
 from pallas_kernels.gpu.hopper.decode_block_attention import attend, merge
 from pallas_kernels.gpu.hopper.decode_block_config import (
     ADDING,
+    BEFORE,
     PRODUCTS,
     QUERY_TILE,
     ROWS_MULTIPLE,
     TOGETHER,
     BlockOperands,
     BlockPlan,
+    beginning,
     unit_keys,
 )
 from pallas_kernels.gpu.hopper.decode_block_grid import GROUPS
 from pallas_kernels.gpu.hopper.decode_block_line import places
 from pallas_kernels.gpu.hopper.decode_block_phases import finish
-from pallas_kernels.gpu.hopper.decode_block_program import Buffers, Program, Scratch
-from pallas_kernels.gpu.hopper.decode_block_rows import WARP
+from pallas_kernels.gpu.hopper.decode_block_program import Buffers, Program, Run, Scratch
 from pallas_kernels.gpu.hopper.decode_block_split import BLOCK_OUTPUTS
 from pallas_kernels.gpu.hopper.decode_block_stream import copy_rows, copy_weights, multiply
 from pallas_kernels.launch import round_up
 
 
-def decode_block(plan: BlockPlan, operands: BlockOperands, only: int | None = None, into: Any = None) -> Buffers:
+def decode_block(
+    plan: BlockPlan, operands: BlockOperands, only: tuple[int, int] | None = None, into: Any = None
+) -> Buffers:
     """The phases of a plan, with the small work behind each product.
 
         x' = x + a W_out,   x'' = x' + (phi(g) * u) W_down   with   [g, u] = norm(x') W_gate_up,   norm(x'') W_qkv
 
     Args:
       plan: what is static; `decode_block_config.refusals` has nothing against its shape and settings.
-      operands: its arrays; a call writes to its references `written` and `counts`.
-      only: the one phase to do, by its position in the plan; all of them by default. For interpreters, where programs
-        run one after the other, so that whoever waits would wait for one that has not begun.
+      operands: its arrays; a call writes to its references `begin`, `caches` and `counts`.
+      only: the layer and the one phase to do, by their positions; all of them by default. For interpreters, where
+        programs run one after the other, so that whoever waits would wait for one that has not begun.
       into: references in the place of what it would write, which such launches hand to each other.
 
     Returns:
       What it wrote. `residual` is that after its last sum, and `query` has positions applied.
     """
     config, rows = plan.config, plan.shape.rows
-    (dtype,) = {x.dtype for x in operands.weights if x is not None}
+    (dtype,) = {x.dtype for x in jax.tree.leaves(operands.weights)}
     if operands.x is not None and rows > ROWS_MULTIPLE and rows % ROWS_MULTIPLE:
         # Copies cut off rows of the only group of eight.
         operands = operands._replace(x=jnp.pad(operands.x, ((0, plan.padded - rows), (0, 0))))
-    given, tree = jax.tree.flatten(operands._replace(attended=(), written=(), counts=None))
+    held: dict[str, Any] = {"begin": operands.begin, "caches": operands.caches, "counts": operands.counts}
+    given, tree = jax.tree.flatten(operands._replace(begin=None, caches=(), counts=None))
     types, results_tree = jax.tree.flatten(buffers(plan, dtype))
     kept, kept_tree = jax.tree.flatten(_scratch(plan, dtype), is_leaf=lambda x: not isinstance(x, Scratch | None))
-    held = {"attended": operands.attended, "written": operands.written, "counts": operands.counts}
 
     def body(*refs: Any) -> None:
         inputs, refs = refs[: len(given)], refs[len(given) :]
@@ -95,6 +107,8 @@ def decode_block(plan: BlockPlan, operands: BlockOperands, only: int | None = No
         if into is None:
             targets, refs = jax.tree.unflatten(results_tree, refs[: len(types)]), refs[len(types) :]
         ops = jax.tree.unflatten(tree, inputs)._replace(**held)
+        if ops.begin is not None:
+            targets = targets.going_on(ops.begin)
         scratch = jax.tree.unflatten(kept_tree, refs)
         if plan.attention is not None:
             weights, keys = scratch.weights
@@ -124,26 +138,27 @@ def decode_block(plan: BlockPlan, operands: BlockOperands, only: int | None = No
 
 
 def buffers(plan: BlockPlan, dtype: Any) -> Buffers:
-    """Shapes and types of what a call writes."""
+    """Shapes and types of what a call writes, but for where it begins."""
     f32, padded, shape = jnp.float32, plan.padded, plan.shape
     B, K, packed, H = plan.query
-    names = set(plan.phases)
+    attends, names = plan.attention is not None, plan.phases
     splits = {name: plan.split(name) for name in PRODUCTS if name in names}
     parts = {name: jax.ShapeDtypeStruct((s.places, padded, BLOCK_OUTPUTS), f32) for name, s in splits.items()}
-    after = {"merge": "out", "out": "gate_up", "gate_up": "down", "down": "qkv"}
-    followed = {name for name, following in itertools.pairwise(plan.phases) if name in after}
-    rows = {name: jax.ShapeDtypeStruct((padded, shape.matrix(after[name])[0]), dtype) for name in followed}
-    sums = jax.ShapeDtypeStruct((padded, round_up(shape.hidden // BLOCK_OUTPUTS, WARP)), f32)
+    rows = {
+        before: jax.ShapeDtypeStruct((padded, shape.matrix(name)[0]), dtype)
+        for name, before in BEFORE.items()
+        if name in PRODUCTS and name in names and before in names
+    }
+    residual, _, sums = beginning(plan, dtype)
     squares = {name: sums for name in ADDING if name in names}
-    normalisers = residual = query = None
-    if "attend" in names:
+    normalisers = query = None
+    if attends:
         normalisers = jax.ShapeDtypeStruct((places(plan), QUERY_TILE), f32)
         parts["attend"] = jax.ShapeDtypeStruct((places(plan), round_up(packed, TOGETHER), H), f32)
-    if squares:
-        residual = jax.ShapeDtypeStruct((plan.row_groups * TOGETHER, shape.hidden), dtype)
+        del rows["down"], squares["down"]
     if "qkv" in names:
         query = jax.ShapeDtypeStruct((B, K, packed, H), dtype)
-    return Buffers(parts, rows, squares, normalisers, residual, query)
+    return Buffers(parts, rows, squares, normalisers, residual if squares and not attends else None, query)
 
 
 def _scratch(plan: BlockPlan, dtype: Any) -> Scratch:
@@ -180,12 +195,15 @@ def _run(p: Program) -> None:
     @pl.when(p.group < GROUPS)
     def _compute() -> None:
         registers(computing, "increase")
-        for number in p.phases():
-            name = p.plan.phases[number]
+
+        def one(run: Run) -> None:
+            name = p.plan.phases[run.number]
             if name in PRODUCTS:
-                multiply(p, number, functools.partial(finish, p, number))
+                multiply(p, run, functools.partial(finish, p, run))
             else:
-                {"attend": attend, "merge": merge}[name](p, number)
+                {"attend": attend, "merge": merge}[name](p, run)
+
+        p.each(one)
 
     for group, copy in ((GROUPS, copy_weights), (GROUPS + 1, copy_rows)):
 

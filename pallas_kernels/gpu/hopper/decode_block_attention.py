@@ -4,9 +4,11 @@ The new queries of a batch row that read one key/value head are packed into a ti
 computing warpgroups take turns at blocks. Each folds its own into (m, l, u) by online softmax (eq. 33.3 and 33.4, in
 base 2), and stores what it has of a pair as an output with its log-normaliser; the merge weighs these (eq. 33.5).
 
-What is attended to is there when a call begins. So are its weights: they are copied while the cache is folded.
+Keys and values of earlier steps are there when a call begins, and so are weights: they are copied ahead, only those of
+the step itself and the queries once they have come.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -23,8 +25,9 @@ from pallas_kernels.gpu.hopper.attention_decode_work import div, rem
 from pallas_kernels.gpu.hopper.attention_tile import COLUMN, LOG2E, MATRIX, ROW
 from pallas_kernels.gpu.hopper.decode_block_config import QUERY_TILE, ROWS_MULTIPLE, TOGETHER
 from pallas_kernels.gpu.hopper.decode_block_line import TASK_COLUMNS, Pair, tasks_of_a_head
-from pallas_kernels.gpu.hopper.decode_block_program import Program
+from pallas_kernels.gpu.hopper.decode_block_program import Program, Run
 from pallas_kernels.gpu.hopper.decode_block_rows import rows_layout, scatter
+from pallas_kernels.gpu.hopper.decode_block_split import BLOCK_OUTPUTS
 from pallas_kernels.gpu.memory import store
 
 AT_ONCE = 16  # parts that are read together, as each is small and takes as long to come as all
@@ -40,43 +43,73 @@ def rows_of_a_word(p: Program) -> tuple[int, int]:
 # Copying.
 
 
-def copy_keys(p: Program, number: int, index: Array) -> None:
-    """Copy a block's keys."""
-    pair, slots = _block(p, number, index)
-    source, stage = p.ops.attended[0].at[pair.b, slots, pair.k], rem(index, p.plan.config.stages)
-    plgpu.copy_gmem_to_smem(source, p.scratch.keys.at[stage, 0], p.scratch.weights_ready.at[stage])
+def copy_keys(p: Program, run: Run, index: Array) -> None:
+    """Copy a block's keys; those of the step, once they are there."""
+    pair, slots = _block(p, run, index)
+    assert p.line is not None
+    held, _ = p.line.held(pair.b)
+    pl.when(slots.start + slots.size > held)(lambda: _wait_for_heads(p, run, pair.k))
+    stage = rem(index, p.plan.config.stages)
+
+    def copy(cache: Any) -> None:
+        source = cache[0].at[pair.b, slots, pair.k]
+        plgpu.copy_gmem_to_smem(source, p.scratch.keys.at[stage, 0], p.scratch.weights_ready.at[stage])
+
+    p.of_layer(run.layer, p.ops.caches, copy)
 
 
-def copy_values_and_queries(p: Program, number: int) -> None:
+def copy_values_and_queries(p: Program, run: Run) -> None:
     """Copy the values of a run's blocks, which are to these what rows are to weights, and every pair's queries.
 
     The warpgroup of the rows has to copy something for every block: nothing else keeps the barriers that it waits for
     from going on without it.
     """
-    line, run = p.line, p.runs[number]
+    line = p.line
     assert line is not None
     size = line.keys // (p.plan.padded // ROWS_MULTIPLE)  # one copy for each that the barrier expects of rows
 
     @pl.loop(run.done, run.done + run.units)
     def _unit(index: Array) -> None:
         p.wait_until_free(index)
-        pair, slots = _block(p, number, index)
+        pair, slots = _block(p, run, index)
         stage, unit = rem(index, p.plan.config.stages), run.begin + index - run.done
-        for first in range(0, line.keys, size):
-            some = pl.ds(pl.multiple_of(slots.start + first, size), size)
-            target = p.scratch.keys.at[stage, 1, pl.ds(first, size)]
-            plgpu.copy_gmem_to_smem(p.ops.attended[1].at[pair.b, some, pair.k], target, p.scratch.rows_ready.at[stage])
 
         @pl.when((unit == pair.begin) | (unit == run.begin))
         def _first() -> None:
-            pl.when(unit != run.begin)(lambda: plgpu.barrier_wait(p.scratch.query_free))
+            # With queries all keys and values of the head are there.
+            _wait_for_heads(p, run, pair.k)
+            again = (unit != run.begin) | (run.layer > 0) if p.only is None else unit != run.begin
+            pl.when(again)(lambda: plgpu.barrier_wait(p.scratch.query_free))
             target = p.scratch.query.at[pl.ds(0, p.plan.query[2])]
-            plgpu.copy_gmem_to_smem(p.ops.query.at[pair.b, pair.k], target, p.scratch.query_ready)
+            plgpu.copy_gmem_to_smem(p.out.query.at[pair.b, pair.k], target, p.scratch.query_ready)
+
+        def copy(cache: Any) -> None:
+            for first in range(0, line.keys, size):
+                some = pl.ds(pl.multiple_of(slots.start + first, size), size)
+                target = p.scratch.keys.at[stage, 1, pl.ds(first, size)]
+                plgpu.copy_gmem_to_smem(cache[1].at[pair.b, some, pair.k], target, p.scratch.rows_ready.at[stage])
+
+        p.of_layer(run.layer, p.ops.caches, copy)
 
 
-def _block(p: Program, number: int, index: Array) -> tuple[Pair, Any]:
+def _wait_for_heads(p: Program, run: Run, k: Array) -> None:
+    """Wait for the queries, key and value of a key/value head, before anything that this warpgroup copies after it."""
+    split, (_, G, H) = p.plan.split("qkv"), p.plan.shape.heads
+    width = split.together * BLOCK_OUTPUTS  # columns that one word of the product stands for
+    first, last = div(k * ((G + 2) * H), width), div((k + 1) * ((G + 2) * H) - 1, width)
+    each = dataclasses.replace(split, inputs=split.sets * split.block_inputs)  # a word as if it were a block of inputs
+    count = last - first + 1
+
+    def more(there: Array) -> Array:
+        done = (run.turn + 1) * grid.DONE
+        return there + grid.look(p.words("qkv"), each, first + there, count - there, split.block_inputs, done)
+
+    lax.while_loop(lambda there: there < count, more, jnp.int32(0))
+
+
+def _block(p: Program, run: Run, index: Array) -> tuple[Pair, Any]:
     """The pair and the slots of a block, which is counted through the runs of all phases."""
-    line, run = p.line, p.runs[number]
+    line = p.line
     assert line is not None
     unit = run.begin + index - run.done
     pair = line.pair(unit)
@@ -86,15 +119,14 @@ def _block(p: Program, number: int, index: Array) -> tuple[Pair, Any]:
 # Folding.
 
 
-def attend(p: Program, number: int) -> None:
+def attend(p: Program, run: Run) -> None:
     """Fold the blocks of a run, pair by pair."""
-    run = p.runs[number]
-    lax.while_loop(lambda done: done < run.units, lambda done: _part(p, number, done), jnp.int32(0))
+    lax.while_loop(lambda done: done < run.units, lambda done: _part(p, run, done), jnp.int32(0))
 
 
-def _part(p: Program, number: int, done: Array) -> Array:
+def _part(p: Program, run: Run, done: Array) -> Array:
     """Fold a pair's blocks, from unit `done` of the run on, and store the part; returns how many units are done."""
-    line, run = p.line, p.runs[number]
+    line = p.line
     assert line is not None
     first = run.begin + done
     pair = line.pair(first)
@@ -107,7 +139,7 @@ def _part(p: Program, number: int, done: Array) -> Array:
     packed = p.plan.tokens * p.plan.shape.heads.G
     _store_queries(p.out.parts["attend"].at[part], u * _across(1 / total, u.shape), packed)
     store(p.out.normalisers.at[part], m + jnp.log2(total))
-    grid.arrive(p.words(number).at[pair.k], jnp.int32(0))
+    grid.arrive(p.words("attend").at[pair.k], jnp.int32(0), run.turn)
     return done + units
 
 
@@ -197,21 +229,20 @@ def _store_queries(ref: Any, x: Array, rows: int) -> None:
 # Merging.
 
 
-def merge(p: Program, number: int) -> None:
+def merge(p: Program, run: Run) -> None:
     """Merge the parts of every task of a run, once they are there: the warpgroups of a program take turns."""
-    run = p.runs[number]
 
     @pl.loop(0, run.units)
     def _task(i: Array) -> None:
-        pl.when(rem(i, grid.GROUPS) == p.group)(lambda: _merge(p, number, run.begin + i))
+        pl.when(rem(i, grid.GROUPS) == p.group)(lambda: _merge(p, run, run.begin + i))
 
 
-def _merge(p: Program, number: int, task: Array) -> None:
+def _merge(p: Program, run: Run, task: Array) -> None:
     line, (_, G, H) = p.line, p.plan.shape.heads
     assert line is not None
     k, b, group, columns = _coordinates(task, tasks_of_a_head(p.plan))
     pair = line.pair_of(k, b)
-    grid.wait_for(p.words(number - 1).at[k], line.parts_of(k))
+    grid.wait_for(p.words("attend").at[k], (run.turn + 1) * line.parts_of(k))
     first, last = line.programs_of(pair)
     place, count = line.place(first, pair), (last - first + 1) * grid.GROUPS
     rows = pl.ds(pl.multiple_of(group * TOGETHER, TOGETHER), TOGETHER)
@@ -252,7 +283,7 @@ def _merge(p: Program, number: int, task: Array) -> None:
     column = (k * G + packed - token * G) * H + columns
     target = p.out.rows["merge"]
     scatter(target, output.astype(target.dtype), row, column=column)
-    grid.tell(p.words(number).at[k])
+    grid.tell(p.words("merge").at[k])
 
 
 def _coordinates(index: Array, sizes: tuple[int, ...]) -> list[Array]:

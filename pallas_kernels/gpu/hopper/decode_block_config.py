@@ -7,19 +7,26 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.gpu.hopper.decode_block_split import BLOCK_OUTPUTS, Split
 from pallas_kernels.launch import cdiv, round_up
 
 PRODUCTS = ("out", "gate_up", "down", "qkv")
-PHASES = ("attend", "merge", *PRODUCTS)  # of a layer, from its queries to those of the next
+PHASES = ("qkv", "attend", "merge", "out", "gate_up", "down")  # of a layer
+BEFORE = dict(zip(PHASES, (*PHASES[-1:], *PHASES[:-1]), strict=True))  # what each phase goes on from
 ADDING = ("out", "down")  # products that are added to the residual stream
 MAX_ROWS = 16
 QUERY_TILE = 64  # packed queries of a key/value head at most
 ROWS_MULTIPLE = 8  # of the tokens' side of a matrix product
 TOGETHER = 4  # rows that a warpgroup does small work on, one in each warp
 COLUMNS = 128  # that it does at once
+WARP = 32
+LAYERS = (
+    4  # of a call at most: with every array more to copy from, the compiler takes longer, and more than in proportion
+)
 COUNTS = (len(PHASES), 512)  # of each phase, int32 numbers for its sets
 SHARED_BYTES = 227 * 1024  # of a thread block at most
 HEAD_SIZES = (64, 128, 256)
@@ -120,14 +127,14 @@ class BlockPlan:
     Args:
       shape: its sizes.
       config: its launch settings.
-      phases: those of a call, neighbours in `PHASES`. The first two come together, before a product, and only where
-        there is `attention`.
+      phases: those of a call: neighbours in `PRODUCTS`, or all `PHASES` where there is `attention`.
       eps: of all norms.
       unit_offset: whether norms multiply by 1 + scale.
       activation: elementwise, on float32.
       biased: whether queries, keys and values have a bias.
       head_norms: whether queries and keys are normalised.
-      attention: the same for all calls of a step; None where attention is computed elsewhere.
+      attention: None where it is computed elsewhere.
+      layers: that a call takes, one after the other, where there is attention.
     """
 
     shape: BlockShape
@@ -139,13 +146,16 @@ class BlockPlan:
     biased: bool = False
     head_norms: bool = False
     attention: AttentionForm | None = None
+    layers: int = 1
 
     def __post_init__(self) -> None:
-        line = PRODUCTS if self.attention is None else PHASES
-        first = line.index(self.phases[0]) if self.phases and self.phases[0] in line else 0
-        whole = self.phases and self.phases[0] != "merge" and self.phases[-1] not in PHASES[:2]
-        if not whole or self.phases != line[first : first + len(self.phases)]:
-            raise ValueError(f"`phases`: expected neighbours in {line}, got {self.phases!r}")
+        if self.attention is not None and self.phases != PHASES:
+            raise ValueError(f"`phases`: expected {PHASES}, got {self.phases!r}")
+        first = PRODUCTS.index(self.phases[0]) if self.phases and self.phases[0] in PRODUCTS else 0
+        if self.attention is None and (not self.phases or self.phases != PRODUCTS[first : first + len(self.phases)]):
+            raise ValueError(f"`phases`: expected neighbours in {PRODUCTS}, got {self.phases!r}")
+        if self.layers < 1 or (self.layers > 1 and self.attention is None):
+            raise ValueError(f"`layers`: expected 1, or more with attention, got {self.layers!r}")
 
     @property
     def splits(self) -> tuple[Split | None, ...]:
@@ -184,12 +194,16 @@ class BlockPlan:
         return (None, None) if self.attention is None else (208, 40)
 
     def rotation(self, number: int) -> int:
-        """The program that is the first of a product: one after the last of those that did a block more before."""
+        """The program that is the first of a product: one after the last of those that did a block more before.
+
+        Args:
+          number: of the product's phase; that of all phases gives the first program of the next layer.
+        """
         return sum(split.share[1] for split in self.splits[:number] if split) % self.config.programs
 
-    def added(self, number: int) -> int:
-        """How many products before one are added to the residual stream."""
-        return sum(name in ADDING for name in self.phases[:number])
+    def added_before(self, number: int) -> bool:
+        """Whether something is added to the residual stream within the call before a phase, or is by a call before."""
+        return self.attention is not None or any(name in ADDING for name in self.phases[:number])
 
 
 class Places(NamedTuple):
@@ -206,36 +220,61 @@ class Places(NamedTuple):
     sin: Any
 
 
+class Begin(NamedTuple):
+    """References to where a call with attention begins and ends: what is before, and is left behind its last layer.
+
+    Args:
+      residual: [row_groups * 4, hidden]; what rows past the last hold is of no matter.
+      rows: [padded rows, hidden], the residual times the scale of the next norm.
+      squares: float32 sums of squares of the residual, [padded rows, tiles of 128, rounded up to 32].
+    """
+
+    residual: Any
+    rows: Any
+    squares: Any
+
+
 class BlockOperands(NamedTuple):
     """Arrays of a call; None, or fewer of them, where it has no use for one.
 
     Args:
-      x: [rows, inputs] what the first phase multiplies if it is a product, bfloat16 like all weights.
-      weights: for each phase a matrix [inputs, outputs], or None for one that is no product.
-      residual: [row_groups * 4, hidden]; what rows past the last hold is of no matter.
-      scales: [hidden] of the norm after each product that is added, where another product follows.
+      x: [rows, inputs] what the first phase multiplies, bfloat16 like all weights; without attention.
+      weights: for each phase the matrices [inputs, outputs] of all layers; of a phase that is no product, none.
+      residual: as in `Begin`; without attention.
+      scales: [layers, hidden] of the norm after each product that is added, in a dict by that product's name; like
+        `bias` and `head_scales` of all layers of a step, where a call attends.
       places: of the rows.
-      bias: [K (G + 2) H].
-      head_scales: of queries and of keys, [H].
-      query: packed as `BlockPlan.query` says, where a call begins with attention.
+      bias: [layers, K (G + 2) H].
+      head_scales: of queries and of keys, [layers, H].
       lengths: int32 [2, B], where a call attends: what each batch row held before the step, and holds with its tokens.
-      attended: references to the keys and values of the layer of a cache that is attended to, [leads, slots, K, H].
-      written: and of the layer that new ones are written to.
+      begin: where a call attends.
+      first: int32 [1], which layer of a step the call's first is; where it attends.
+      caches: of each layer, references to the keys and values that new ones are written to, [leads, slots, K, H].
       counts: a reference to int32 `COUNTS`, zeros before the first call of a step, and the same for all its calls.
     """
 
     x: Any = None
-    weights: tuple[Any, ...] = ()
+    weights: tuple[tuple[Any, ...], ...] = ()
     residual: Any = None
-    scales: tuple[Any, ...] = ()
+    scales: Any = None
     places: Any = None
     bias: Any = None
     head_scales: tuple[Any, ...] = ()
-    query: Any = None
     lengths: Any = None
-    attended: tuple[Any, ...] = ()
-    written: tuple[Any, ...] = ()
+    first: Any = None
+    begin: Begin | None = None
+    caches: tuple[tuple[Any, Any], ...] = ()
     counts: Any = None
+
+
+def beginning(plan: BlockPlan, dtype: Any) -> Begin:
+    """Shapes and types of where a call with attention begins and ends."""
+    hidden = plan.shape.hidden
+    return Begin(
+        jax.ShapeDtypeStruct((plan.row_groups * TOGETHER, hidden), dtype),
+        jax.ShapeDtypeStruct((plan.padded, hidden), dtype),
+        jax.ShapeDtypeStruct((plan.padded, round_up(hidden // BLOCK_OUTPUTS, WARP)), jnp.float32),
+    )
 
 
 def shared_bytes(shape: BlockShape, config: BlockConfig, attends: bool = False) -> int:

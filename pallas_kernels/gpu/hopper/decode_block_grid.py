@@ -1,7 +1,8 @@
 """What the programs of the decoder step on Hopper tell each other: a word in device memory for each set of tiles.
 
 A computing warpgroup that has stored its half of a part adds one to the word of the set. Who completes the number does
-the set's small work, and adds `DONE`. Who multiplies what came of it looks for that first.
+the set's small work, and adds `DONE`. Who multiplies what came of it looks for that first. Words go on counting from
+layer to layer: `turn` says how often a phase has come before.
 
 Whoever has seen a word at a value may read what was written before it came to that, by anyone: an addition is a
 release, an acquire as well where its result is used, and so is a look; with barriers of the warpgroup between its one
@@ -20,11 +21,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels.gpu.hopper.decode_block_config import COLUMNS
 from pallas_kernels.gpu.hopper.decode_block_split import Split
 
 GROUPS = 2  # computing warpgroups of a program
-DONE = 1 << 16  # more than there are parts
+DONE = 1 << 16  # more than there are halves of parts in all layers of a step
 LOOKS = 32  # words that are looked at together, one by each lane of a warp
 THREADS = 128
 SCALAR = plgpu.Layout.WG_SPLAT()
@@ -32,12 +32,13 @@ SAME = "shfl.sync.idx.b32 $0, $0, 0, 0x1f, 0xffffffff;"  # it is; or else the co
 NUMBER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
 
-def arrive(word: Any, parts: Array) -> Array:
+def arrive(word: Any, parts: Array, turn: Array) -> Array:
     """Say that this warpgroup's half of a part is stored.
 
     Args:
       word: of the set.
       parts: that the set has.
+      turn: how often they all have been stored, and told of, before.
 
     Returns:
       Whether all halves of all parts are, so that this warpgroup, and no other, may read them: 1 or 0.
@@ -69,7 +70,8 @@ def arrive(word: Any, parts: Array) -> Array:
         )
         return _number(last)
 
-    return arrive_at(word, parts * GROUPS)
+    halves = parts * GROUPS
+    return arrive_at(word, turn * (halves + DONE) + halves)
 
 
 def tell(word: Any) -> None:
@@ -85,7 +87,7 @@ def tell(word: Any) -> None:
     tell_all(word)
 
 
-def look(words: Any, split: Split, block: Array, most: Array, columns: int = COLUMNS, done: int = DONE) -> Array:
+def look(words: Any, split: Split, block: Array, most: Array, columns: int, done: Array) -> Array:
     """Wait until the rows for a block of inputs are there, before anything that this warpgroup copies after it.
 
     Args:
@@ -100,8 +102,8 @@ def look(words: Any, split: Split, block: Array, most: Array, columns: int = COL
       For how many blocks they are there: at least 1, at most `LOOKS` and `most`.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=NUMBER)
-    def look_at(_: Any, words: Any, block: Any, most: Any) -> Any:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR), return_type=NUMBER)
+    def look_at(_: Any, words: Any, block: Any, most: Any, done: Any) -> Any:
         thread, barrier = _me()
         i32 = thread.type
         mine = arith.addi(block.registers.item(), arith.remui(thread, mgpu.c(LOOKS, i32)))
@@ -117,7 +119,7 @@ def look(words: Any, split: Split, block: Array, most: Array, columns: int = COL
             @!looks bra SEEN;
             AGAIN:
             ld.relaxed.gpu.global.u32 word, [$3];
-            setp.lt.u32 no, word, {done};
+            setp.lt.u32 no, word, $5;
             vote.sync.ballot.b32 number, no, 0xffffffff;
             brev.b32 number, number;
             clz.b32 number, number;
@@ -135,13 +137,14 @@ def look(words: Any, split: Split, block: Array, most: Array, columns: int = COL
             barrier,
             mgpu.memref_ptr(word),
             most.registers.item(),
+            done.registers.item(),
             result_types=i32,
             has_side_effects=True,
             convergent=True,
         )
         return _number(seen)
 
-    return look_at(words, block, most)
+    return look_at(words, block, most, done)
 
 
 def wait_for(word: Any, count: Array) -> None:

@@ -14,9 +14,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.hopper import decode_block_grid as grid
 from pallas_kernels.gpu.hopper.attention_decode_work import div
-from pallas_kernels.gpu.hopper.decode_block_config import COLUMNS, COUNTS, PHASES, TOGETHER
-from pallas_kernels.gpu.hopper.decode_block_program import Program
-from pallas_kernels.gpu.hopper.decode_block_rows import WARP, rows_layout, scatter
+from pallas_kernels.gpu.hopper.decode_block_config import BEFORE, COLUMNS, COUNTS, PHASES, TOGETHER, WARP
+from pallas_kernels.gpu.hopper.decode_block_program import Program, Run
+from pallas_kernels.gpu.hopper.decode_block_rows import rows_layout, scatter
 from pallas_kernels.gpu.memory import store
 
 HELD = 1536  # numbers of heads that the registers have room for, with all that they are made from
@@ -24,16 +24,17 @@ ROWS = rows_layout(COLUMNS)
 SUMS = rows_layout(WARP)
 
 
-RESET = {"out": ("down", "qkv"), "gate_up": ("attend", "merge"), "down": ("out",), "qkv": ("gate_up",)}
+RESET = {"out": ("down", "qkv"), "gate_up": (), "down": ("out",), "qkv": ("gate_up",)}
 
 
-def finish(p: Program, number: int, tiles: Array) -> None:
+def finish(p: Program, run: Run, tiles: Array) -> None:
     """The small work of a set of tiles, all of whose parts are stored; and say that it is done."""
-    name = p.plan.phases[number]
-    {"gate_up": _activate, "qkv": _heads}.get(name, _add)(p, number, tiles)
-    pl.when(tiles == 0)(lambda: _reset(p, name))
-    if number + 1 < len(p.plan.phases):
-        grid.tell(p.words(number).at[tiles])
+    name, attends = p.plan.phases[run.number], p.plan.attention is not None
+    {"gate_up": _activate, "qkv": _heads}.get(name, _add)(p, run, tiles)
+    if not attends:
+        pl.when(tiles == 0)(lambda: _reset(p, name))
+    if attends or run.number + 1 < len(p.plan.phases):
+        grid.tell(p.words(name).at[tiles])
 
 
 def _reset(p: Program, name: str) -> None:
@@ -44,16 +45,17 @@ def _reset(p: Program, name: str) -> None:
         store(words, plgpu.layout_cast(jnp.zeros(COUNTS[1:], jnp.int32), layout))
 
 
-def _add(p: Program, number: int, tile: Array) -> None:
+def _add(p: Program, run: Run, tile: Array) -> None:
     """residual + product; that times the scale of the norm that follows; and the sum of its squares."""
-    rows, earlier, is_last = _rows(p), p.plan.added(number), number + 1 == len(p.plan.phases)
-    name = p.plan.phases[number]
+    name, rows = p.plan.phases[run.number], _rows(p)
     columns = pl.ds(pl.multiple_of(tile * COLUMNS, COLUMNS), COLUMNS)
-    residual = p.out.residual if earlier else p.ops.residual
+    residual = p.out.residual if p.plan.added_before(run.number) else p.ops.residual
     before = _read(residual.at[rows, columns], ROWS)
     # What is read is read before anything is written, so that all of it is under way together.
-    scale = None if is_last else _read(p.ops.scales[earlier].at[columns], ROWS.reduce(0)).astype(jnp.float32)
-    product = _total(p, number, tile, lambda parts: _read(parts.at[rows], ROWS))
+    scale = None
+    if name in p.ops.scales:
+        scale = _read(p.ops.scales[name].at[run.turn, columns], ROWS.reduce(0)).astype(jnp.float32)
+    product = _total(p, run, tile, lambda parts: _read(parts.at[rows], ROWS))
     new = (before.astype(jnp.float32) + product).astype(before.dtype)
     store(p.out.residual.at[rows, columns], new)
     if scale is None:
@@ -66,32 +68,31 @@ def _add(p: Program, number: int, tile: Array) -> None:
     store(p.out.squares[name].at[rows, tile], jnp.sum(wide * wide, axis=1))
 
 
-def _activate(p: Program, number: int, tile: Array) -> None:
+def _activate(p: Program, run: Run, tile: Array) -> None:
     """activation(gate) * up."""
     rows, columns = _rows(p), pl.ds(pl.multiple_of(tile * COLUMNS, COLUMNS), COLUMNS)
-    tiles = p.split(number).tiles_of(tile)
-    gate, up = (_total(p, number, at, lambda parts: _read(parts.at[rows], ROWS)) for at in tiles)
-    factor = _factor(p, number, rows)
+    tiles = p.split(run.number).tiles_of(tile)
+    gate, up = (_total(p, run, at, lambda parts: _read(parts.at[rows], ROWS)) for at in tiles)
+    factor = _factor(p, run, rows)
     if factor is not None:
         wide = _spread(factor, gate.shape, 0, ROWS)
         gate, up = gate * wide, up * wide
-    target = p.out.rows[p.plan.phases[number]]
+    target = p.out.rows[p.plan.phases[run.number]]
     store(target.at[rows, columns], (p.plan.activation(gate) * up).astype(target.dtype))
 
 
-def _heads(p: Program, number: int, tiles: Array) -> None:
+def _heads(p: Program, run: Run, tiles: Array) -> None:
     """The heads of a set of tiles: two where they are narrow, and one tile or two are one otherwise."""
     H, end = p.plan.shape.heads.H, p.plan.row_groups * TOGETHER
     together = HELD // H // TOGETHER * TOGETHER
     for first in range(0, end, together):
         for index in range(max(1, COLUMNS // H)):
-            _head(p, number, tiles, index, pl.ds(first, min(together, end - first)))
+            _head(p, run, tiles, index, pl.ds(first, min(together, end - first)))
 
 
-def _head(p: Program, number: int, tiles: Array, index: int, rows: Any) -> None:
+def _head(p: Program, run: Run, tiles: Array, index: int, rows: Any) -> None:
     """A head: bias, norm, rotation, and where it goes. Its two halves are what is turned."""
     plan, places, (_, G, H) = p.plan, p.ops.places, p.plan.shape.heads
-    cache = p.ops.written
     head = tiles * max(1, COLUMNS // H) + index
     k = div(head, G + 2)
     i = head - k * (G + 2)
@@ -101,19 +102,19 @@ def _head(p: Program, number: int, tiles: Array, index: int, rows: Any) -> None:
 
     def product(start: int) -> Array:
         within = pl.ds(start % COLUMNS, half)
-        tile = p.split(number).tiles_of(tiles)[start // COLUMNS]
-        return _total(p, number, tile, lambda parts: _read(parts.at[rows, within], layout))
+        tile = p.split(run.number).tiles_of(tiles)[start // COLUMNS]
+        return _total(p, run, tile, lambda parts: _read(parts.at[rows, within], layout))
 
     def vectors(ref: Any, start: Any = 0) -> list[Array]:
         some = [pl.ds(start + offset, half) for offset in (0, half)]
-        read = [_read(ref.at[each], layout.reduce(0)).astype(jnp.float32) for each in some]
+        read = [_read(ref.at[run.turn, each], layout.reduce(0)).astype(jnp.float32) for each in some]
         return [_spread(each, shape, 1, layout) for each in read]
 
     def rounded(x: Array) -> Array:
         return x.astype(dtype).astype(jnp.float32)
 
     x = [product(index * H + offset) for offset in (0, half)]
-    factor = _factor(p, number, rows)
+    factor = _factor(p, run, rows)
     bias = vectors(p.ops.bias, pl.multiple_of(head * H, half)) if plan.biased else None
     scales = [vectors(ref) for ref in p.ops.head_scales]
     row = plgpu.broadcasted_iota(jnp.int32, (rows.size,), 0, layout=layout.reduce(1)) + rows.start
@@ -134,10 +135,14 @@ def _head(p: Program, number: int, tiles: Array, index: int, rows: Any) -> None:
     if bias is not None:
         x = [rounded(part) + by for part, by in zip(x, bias, strict=True)]
 
-    @pl.when(i == G + 1)
-    def _value() -> None:
-        for part, where in zip(x, halves, strict=True):
-            scatter(cache[1].at[:, :, k, where], part.astype(dtype), lead, slot)
+    def write(parts: list[Array], which: int) -> None:
+        def scatter_parts(cache: Any) -> None:
+            for part, where in zip(parts, halves, strict=True):
+                scatter(cache[which].at[:, :, k, where], part.astype(dtype), lead, slot)
+
+        p.of_layer(run.layer, p.ops.caches, scatter_parts)
+
+    pl.when(i == G + 1)(lambda: write(x, 1))
 
     @pl.when(i <= G)
     def _turn() -> None:
@@ -161,10 +166,7 @@ def _head(p: Program, number: int, tiles: Array, index: int, rows: Any) -> None:
             for part, where in zip(turned, halves, strict=True):
                 scatter(p.out.query.at[:, k, :, where], part.astype(dtype), b, packed)
 
-        @pl.when(i == G)
-        def _key() -> None:
-            for part, where in zip(turned, halves, strict=True):
-                scatter(cache[0].at[:, :, k, where], part.astype(dtype), lead, slot)
+        pl.when(i == G)(lambda: write(turned, 0))
 
 
 def _rows(p: Program) -> Any:
@@ -172,12 +174,12 @@ def _rows(p: Program) -> Any:
     return pl.ds(0, p.plan.row_groups * TOGETHER)
 
 
-def _factor(p: Program, number: int, rows: Any) -> Array | None:
+def _factor(p: Program, run: Run, rows: Any) -> Array | None:
     """1 / sqrt(mean(x^2) + eps) of the norm before a product, of its rows; None where there is none."""
-    if not p.plan.added(number):
+    if not p.plan.added_before(run.number):
         return None
-    before = {"gate_up": "out", "qkv": "down"}[p.plan.phases[number]]
-    size, squares, total = p.split(number).inputs, p.out.squares[before], None
+    before = BEFORE[p.plan.phases[run.number]]
+    size, squares, total = p.split(run.number).inputs, p.out.squares[before], None
     for start in range(0, squares.shape[1], WARP):
         some = _read(squares.at[rows, pl.ds(start, WARP)], SUMS)
         if (start + WARP) * COLUMNS > size:
@@ -188,9 +190,9 @@ def _factor(p: Program, number: int, rows: Any) -> Array | None:
     return lax.rsqrt(jnp.sum(total, axis=-1) * (1 / size) + p.plan.eps)
 
 
-def _total(p: Program, number: int, tile: Array, read: Callable[[Any], Array]) -> Array:
+def _total(p: Program, run: Run, tile: Array, read: Callable[[Any], Array]) -> Array:
     """What is read of a tile's parts, added up."""
-    split, parts = p.split(number), p.out.parts[p.plan.phases[number]]
+    split, parts = p.split(run.number), p.out.parts[p.plan.phases[run.number]]
     first, last = split.programs_of(tile, div)
     values = [read(parts.at[jnp.minimum(first + i, last) + tile]) for i in range(split.most_parts)]
     total = values[0]

@@ -1,6 +1,7 @@
 """One program of the fused decoder step on Hopper: what it reads, writes and keeps, and its run of every phase."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.hopper.attention_decode_work import rem
-from pallas_kernels.gpu.hopper.decode_block_config import PHASES, BlockOperands, BlockPlan
+from pallas_kernels.gpu.hopper.decode_block_config import PHASES, Begin, BlockOperands, BlockPlan
 from pallas_kernels.gpu.hopper.decode_block_line import Line, merge_tasks
 from pallas_kernels.gpu.hopper.decode_block_split import Split, share_of
 
@@ -34,6 +35,11 @@ class Buffers(NamedTuple):
     residual: Any = None
     query: Any = None
 
+    def going_on(self, begin: Begin) -> "Buffers":
+        """With what one call with attention leaves for the next."""
+        rows, squares = {"down": begin.rows}, {"down": begin.squares}
+        return self._replace(rows=self.rows | rows, squares=self.squares | squares, residual=begin.residual)
+
 
 class Scratch(NamedTuple):
     """What a program keeps in shared memory; what only attention needs may be None."""
@@ -50,12 +56,23 @@ class Scratch(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A program's run of the units of a phase: the first, how many, and how many blocks were copied before."""
+    """A program's run of the units of a phase.
 
+    Args:
+      layer, number: of the phase.
+      turn: how often the phase has come before, as the words of its sets count.
+      rank: of the program among those that share the phase.
+      begin, units: the first unit, and how many.
+      done: how many blocks were copied before.
+    """
+
+    layer: Array
+    turn: Array
+    number: int
+    rank: Array
     begin: Array
     units: Array
     done: Array
-    rank: Array
 
 
 class Program:
@@ -66,29 +83,43 @@ class Program:
       ops: what it reads.
       out: what it writes.
       scratch: its shared memory.
-      only: the one phase that it does; None for all of them.
+      only: the layer, and the phase by its number, that it does; None for all of them.
     """
 
-    def __init__(self, plan: BlockPlan, ops: BlockOperands, out: Buffers, scratch: Scratch, only: int | None) -> None:
-        self.plan, self.ops, self.out, self.scratch = plan, ops, out, scratch
+    def __init__(
+        self, plan: BlockPlan, ops: BlockOperands, out: Buffers, scratch: Scratch, only: tuple[int, int] | None
+    ) -> None:
+        self.plan, self.ops, self.out, self.scratch, self.only = plan, ops, out, scratch, only
         self.program, self.group = lax.axis_index("program"), lax.axis_index("group")
-        self.line = Line(plan, ops.lengths) if "attend" in plan.phases else None
-        self.only, self.runs = only, dict[int, Run]()
+        self.line = None if plan.attention is None else Line(plan, ops.lengths)
+        self.first = jnp.int32(0) if plan.attention is None else ops.first[0]
 
-    def phases(self) -> Iterator[int]:
-        """The phases that this program does, one after the other, each with its run in `runs` from then on.
+    def each(self, do: Callable[[Run], None]) -> None:
+        """Do this program's run of every phase of every layer, one after the other.
 
-        Every warpgroup computes these anew, when it gets there: registers would not hold those of all phases.
+        Every warpgroup computes its runs when it gets there: registers would not hold those of all phases.
         """
-        done, programs = jnp.int32(0), self.plan.config.programs
-        self.runs.clear()
-        for number, name in enumerate(self.plan.phases):
-            if self.only in (None, number):
-                rank = rem(self.program + (programs - self.plan.rotation(number)), programs)
-                begin, units = share_of(*self._share(number), rank)
-                self.runs[number] = Run(begin, units, done, rank)
-                yield number
-                done = done if name == "merge" else done + units
+        layers, phases = range(self.plan.layers), range(len(self.plan.phases))
+        if self.only is not None:
+            layers, phases = (range(at, at + 1) for at in self.only)
+
+        def one_layer(layer: Array, done: Array) -> Array:
+            for number in phases:
+                run = self._run(layer, number, done)
+                do(run)
+                done = done if self.plan.phases[number] == "merge" else done + run.units
+            return done
+
+        if len(layers) == 1:
+            one_layer(jnp.int32(layers.start), jnp.int32(0))
+        else:
+            lax.fori_loop(jnp.int32(0), jnp.int32(len(layers)), one_layer, jnp.int32(0))
+
+    def _run(self, layer: Array, number: int, done: Array) -> Run:
+        plan, programs = self.plan, self.plan.config.programs
+        ahead = rem(layer * plan.rotation(len(plan.phases)), programs)
+        rank = rem(self.program + (2 * programs - plan.rotation(number)) - ahead, programs)
+        return Run(layer, self.first + layer, number, rank, *share_of(*self._share(number), rank), done)
 
     def _share(self, number: int) -> tuple[Any, Any]:
         """Units of every program in a phase, and how many have one more."""
@@ -104,9 +135,16 @@ class Program:
         assert split is not None
         return split
 
-    def words(self, number: int) -> Any:
+    def words(self, name: str) -> Any:
         """Those of a phase's sets, wherever a call begins."""
-        return self.ops.counts.at[PHASES.index(self.plan.phases[number])]
+        return self.ops.counts.at[PHASES.index(name)]
+
+    def of_layer(self, layer: Array, choices: Sequence[Any], do: Callable[[Any], None]) -> None:
+        """Do something with one of as many choices as there are layers."""
+        if len(choices) == 1:
+            do(choices[0])
+        else:
+            lax.switch(layer, [functools.partial(do, choice) for choice in choices])
 
     def wait_until_free(self, index: Array) -> None:
         """Wait for the memory of a block, which is counted through the runs of all phases."""

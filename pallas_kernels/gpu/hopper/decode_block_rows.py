@@ -8,9 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from pallas_kernels.gpu.hopper.decode_block_config import TOGETHER
-
-WARP = 32
+from pallas_kernels.gpu.hopper.decode_block_config import TOGETHER, WARP
 
 
 def rows_layout(columns: int) -> Any:

@@ -15,8 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gpu.hopper import decode_block_attention as attention
 from pallas_kernels.gpu.hopper import decode_block_grid as grid
 from pallas_kernels.gpu.hopper.attention_decode_work import div, rem
-from pallas_kernels.gpu.hopper.decode_block_config import ROWS_MULTIPLE
-from pallas_kernels.gpu.hopper.decode_block_program import Program
+from pallas_kernels.gpu.hopper.decode_block_config import BEFORE, COLUMNS, ROWS_MULTIPLE
+from pallas_kernels.gpu.hopper.decode_block_program import Program, Run
 from pallas_kernels.gpu.hopper.decode_block_split import BLOCK_OUTPUTS
 from pallas_kernels.gpu.memory import store
 
@@ -27,69 +27,81 @@ TILE = BLOCK_OUTPUTS // grid.GROUPS  # outputs of one warpgroup's matrix product
 
 
 def copy_weights(p: Program) -> None:
-    """Copy the blocks of all products, and of the cache, as soon as there is free memory.
+    """Copy the blocks of all products, and the keys of those of the cache, as soon as there is free memory.
 
     To send them to the L2 cache still earlier made a call slower.
     """
-    for number in p.phases():
-        run = p.runs[number]
-        if p.plan.phases[number] == "merge":
-            continue
+
+    def copy(run: Run) -> None:
+        name = p.plan.phases[run.number]
+        if name == "merge":
+            return
 
         @pl.loop(run.done, run.done + run.units)
-        def _unit(index: Array, number: int = number) -> None:
+        def _unit(index: Array) -> None:
             p.wait_until_free(index)
-            if p.plan.phases[number] == "attend":
-                attention.copy_keys(p, number, index)
+            if name == "attend":
+                attention.copy_keys(p, run, index)
             else:
-                _copy_block(p, number, index)
+                _copy_block(p, run, index)
+
+    p.each(copy)
 
 
-def _copy_block(p: Program, number: int, index: Array) -> None:
+def _copy_block(p: Program, run: Run, index: Array) -> None:
     """Copy the weights of a unit, which is counted through the runs of all phases."""
-    split, run, stage = p.split(number), p.runs[number], rem(index, p.plan.config.stages)
+    split, stage = p.split(run.number), rem(index, p.plan.config.stages)
     unit = run.begin + index - run.done
     tile = div(unit, split.blocks)
     inputs = pl.multiple_of((unit - tile * split.blocks) * split.block_inputs, split.block_inputs)
     outputs = pl.multiple_of(tile * BLOCK_OUTPUTS, BLOCK_OUTPUTS)
-    source = p.ops.weights[number].at[pl.ds(inputs, split.block_inputs), pl.ds(outputs, BLOCK_OUTPUTS)]
-    plgpu.copy_gmem_to_smem(source, p.scratch.weights.at[stage], p.scratch.weights_ready.at[stage])
+
+    def copy(matrix: Any) -> None:
+        source = matrix.at[pl.ds(inputs, split.block_inputs), pl.ds(outputs, BLOCK_OUTPUTS)]
+        plgpu.copy_gmem_to_smem(source, p.scratch.weights.at[stage], p.scratch.weights_ready.at[stage])
+
+    p.of_layer(run.layer, p.ops.weights[run.number], copy)
 
 
 def copy_rows(p: Program) -> None:
     """Copy what the blocks are multiplied with, once it is there; with those of the cache, values and queries."""
-    for number in p.phases():
-        run = p.runs[number]
-        if p.plan.phases[number] == "merge":
-            continue
-        if p.plan.phases[number] == "attend":
-            attention.copy_values_and_queries(p, number)
-            continue
-        end = run.done + run.units
 
-        def one(index: Array, there: Array, number: int = number, end: Array = end) -> Array:
-            if number:
-                there = lax.cond(index < there, lambda: there, lambda: index + _look(p, number, index, end - index))
+    def copy(run: Run) -> None:
+        name, end = p.plan.phases[run.number], run.done + run.units
+        if name == "merge":
+            return
+        if name == "attend":
+            attention.copy_values_and_queries(p, run)
+            return
+
+        def one(index: Array, there: Array) -> Array:
+            if p.plan.attention is not None or run.number:
+                there = lax.cond(index < there, lambda: there, lambda: index + _look(p, run, index, end - index))
             p.wait_until_free(index)
-            _copy_some_rows(p, number, index)
+            _copy_some_rows(p, run, index)
             return there
 
         lax.fori_loop(run.done, end, one, run.done)
 
+    p.each(copy)
 
-def _look(p: Program, number: int, index: Array, most: Array) -> Array:
+
+def _look(p: Program, run: Run, index: Array, most: Array) -> Array:
     """Wait for the rows of a unit; for how many of at most so many from there on they have come."""
-    split, run = p.split(number), p.runs[number]
-    word = attention.rows_of_a_word(p) if p.plan.phases[number - 1] == "merge" else ()
+    split, before = p.split(run.number), BEFORE[p.plan.phases[run.number]]
+    columns, done = attention.rows_of_a_word(p) if before == "merge" else (COLUMNS, grid.DONE)
     block = rem(run.begin + index - run.done, split.blocks)
-    return grid.look(p.words(number - 1), split, block, most, *word)
+    # The first phase of a layer goes on from the layer before.
+    turns = run.turn + (1 if run.number else 0)
+    return grid.look(p.words(before), split, block, most, columns, turns * done)
 
 
-def _copy_some_rows(p: Program, number: int, index: Array) -> None:
-    split, run, stage = p.split(number), p.runs[number], rem(index, p.plan.config.stages)
+def _copy_some_rows(p: Program, run: Run, index: Array) -> None:
+    split, stage = p.split(run.number), rem(index, p.plan.config.stages)
     unit, size = run.begin + index - run.done, split.block_inputs
     inputs = pl.multiple_of(rem(unit, split.blocks) * size, size)
-    source = p.ops.x if number == 0 else p.out.rows[p.plan.phases[number - 1]]
+    given = p.plan.attention is None and run.number == 0
+    source = p.ops.x if given else p.out.rows[BEFORE[p.plan.phases[run.number]]]
     for first in range(0, p.plan.padded, ROWS_MULTIPLE):
         # Past the last row the copy fills in zeros; jax refuses that of a start that it knows.
         rows = pl.ds(p.program * 0 + first, ROWS_MULTIPLE)
@@ -100,15 +112,14 @@ def _copy_some_rows(p: Program, number: int, index: Array) -> None:
 # Multiplying.
 
 
-def multiply(p: Program, number: int, finish: Callable[[Array], None]) -> None:
+def multiply(p: Program, run: Run, finish: Callable[[Array], None]) -> None:
     """Sum up the units of a product's run, tile by tile, and `finish` the sets of tiles that this completes."""
-    run = p.runs[number]
-    lax.while_loop(lambda done: done < run.units, lambda done: _tile(p, number, finish, done), jnp.int32(0))
+    lax.while_loop(lambda done: done < run.units, lambda done: _tile(p, run, finish, done), jnp.int32(0))
 
 
-def _tile(p: Program, number: int, finish: Callable[[Array], None], done: Array) -> Array:
+def _tile(p: Program, run: Run, finish: Callable[[Array], None], done: Array) -> Array:
     """Sum up the units of one tile, from unit `done` of the run on; returns how many are done."""
-    split, run, stages = p.split(number), p.runs[number], p.plan.config.stages
+    name, split, stages = p.plan.phases[run.number], p.split(run.number), p.plan.config.stages
     tile = div(run.begin + done, split.blocks)
     units = jnp.minimum((tile + 1) * split.blocks - run.begin, run.units) - done
     mine = pl.ds(pl.multiple_of(p.group * TILE, TILE), TILE)
@@ -129,9 +140,9 @@ def _tile(p: Program, number: int, finish: Callable[[Array], None], done: Array)
 
     total = pl.run_scoped(add_up, plgpu.ACC((TILE, p.plan.padded), jnp.float32))
     p.release(index + units - 1)
-    target = p.out.parts[p.plan.phases[number]].at[run.rank + tile, :, mine].transpose((1, 0))
+    target = p.out.parts[name].at[run.rank + tile, :, mine].transpose((1, 0))
     store(target, plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED))
     tiles = split.set_of(tile, div)
-    last = grid.arrive(p.words(number).at[tiles], split.parts_of(tiles, div))
+    last = grid.arrive(p.words(name).at[tiles], split.parts_of(tiles, div), run.turn)
     pl.when(last > 0)(lambda: finish(tiles))
     return done + units

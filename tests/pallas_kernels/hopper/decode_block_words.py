@@ -84,7 +84,7 @@ def _tell(word: _Buffer) -> None:
     word.write(word.read() + DONE)
 
 
-def _look(words: _Buffer, block: Any, most: Any, *, split: Any, columns: int, done: int) -> int:
+def _look(words: _Buffer, block: Any, most: Any, done: Any, *, split: Any, columns: int) -> int:
     ahead = (block + np.arange(LOOKS)) % split.blocks
     there = words.read()[ahead * split.block_inputs // columns] >= done
     assert there[0], "rows are looked for that never come"

@@ -4,6 +4,7 @@ Programs run one after the other in the interpreter, so every phase is a launch 
 """
 
 import functools
+import itertools
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from pallas_kernels.gpu.hopper import decode_block as module
 from pallas_kernels.gpu.hopper import decode_block_attention as attention
 from pallas_kernels.gpu.hopper import decode_block_line as line
 from pallas_kernels.gpu.hopper import decode_block_phases as small_work
+from pallas_kernels.gpu.hopper import decode_block_program as program
 from pallas_kernels.gpu.hopper import decode_block_stream as stream
 from pallas_kernels.gpu.hopper.decode_block_config import (
     ADDING,
@@ -26,12 +28,14 @@ from pallas_kernels.gpu.hopper.decode_block_config import (
     PRODUCTS,
     TOGETHER,
     AttentionForm,
+    Begin,
     BlockConfig,
     BlockOperands,
     BlockPlan,
     BlockShape,
     Heads,
     Places,
+    beginning,
     heuristic,
     refusals,
 )
@@ -53,12 +57,13 @@ class Case(NamedTuple):
     options: bool = False  # bias, norms of heads, and norms that multiply by 1 + scale
     held: tuple[int, ...] = ()  # positions of every batch row before the step, where the call attends
     real: tuple[int, ...] = ()  # tokens of every batch row
+    layers: int = 1
 
     @property
     def plan(self) -> BlockPlan:
         more: dict[str, Any] = {"biased": self.options, "head_norms": self.options, "unit_offset": self.options}
         if self.held:
-            more["attention"] = AttentionForm(self.tokens, self.slots, SCALE)
+            more |= {"attention": AttentionForm(self.tokens, self.slots, SCALE), "layers": self.layers}
         return BlockPlan(self.shape, self.config, self.phases, 1e-5, activation=jax.nn.silu, **more)
 
     @property
@@ -81,25 +86,22 @@ CASES = {
 SMALL = Case(  # two units of 64 keys, one that is hidden altogether, and one of two keys
     BlockShape(3, 128, 128, Heads(1, 2, 64)),
     BlockConfig(2, block_inputs=64, stages=2),
-    PHASES[:3],
+    PHASES,
     held=(80, 0, 1),
     real=(1, 0, 1),
 )
 ATTENDING = {
     "one token": Case(
-        BlockShape(1, 128, 128, Heads(2, 1, 128)), BlockConfig(3, stages=2), PHASES, held=(150,), real=(1,)
+        BlockShape(1, 128, 128, Heads(2, 1, 128)), BlockConfig(3, stages=2), PHASES, held=(150,), real=(1,), layers=2
     ),
     "rows of two tokens": Case(
         BlockShape(4, 128, 128, Heads(1, 3, 128)), BlockConfig(4, stages=3), PHASES, held=(63, 0), real=(2, 1)
     ),
     "nine tokens, heads of half a tile, all options": Case(
-        BlockShape(9, 128, 128, Heads(2, 2, 64)), BlockConfig(2, stages=2), PHASES, True, held=(137,), real=(9,)
+        BlockShape(9, 128, 128, Heads(2, 2, 64)), BlockConfig(2, stages=2), PHASES, True, (137,), (9,), layers=2
     ),
-    "the last call, without real tokens": Case(
-        BlockShape(2, 128, 128, Heads(1, 1, 128)), BlockConfig(5, stages=2), PHASES[:-1], held=(0, 70), real=(0, 0)
-    ),
-    "the first call": CASES["the first call"]._replace(
-        shape=BlockShape(4, 256, 128, Heads(2, 2, 64)), held=(3, 30), real=(2, 1)
+    "no real tokens": Case(
+        BlockShape(2, 128, 128, Heads(1, 1, 128)), BlockConfig(5, stages=2), PHASES, held=(0, 70), real=(0, 0)
     ),
 }
 EVERY = CASES | {f"{name}, with attention": case for name, case in ATTENDING.items()}
@@ -113,104 +115,136 @@ def rounded(x: Any) -> np.ndarray:
     return wide(jnp.asarray(x, jnp.bfloat16))
 
 
-def operands(case: Case) -> BlockOperands:
-    """Of a call; layers of the cache are arrays here. What lies past the positions of a batch row is NaN."""
+def operands(case: Case, calls: int = 1) -> BlockOperands:
+    """Of a call, or of all calls of a step that attends, whose layers are those of one call after the other.
+
+    References are arrays here. What lies past the positions of a batch row is NaN.
+    """
     rng = np.random.default_rng(0)
+    shape, plan, (K, G, H) = case.shape, case.plan, case.shape.heads
+    layers, makes = case.layers * (calls if case.held else 1), "qkv" in case.phases
 
     def normal(*size: int, scale: float = 1.0) -> jax.Array:
         return jnp.asarray(rng.normal(size=size) * scale, jnp.bfloat16)
 
-    def cache(lengths: Any) -> jax.Array:
+    def cache() -> jax.Array:
         x = normal(max(2, len(case.held)), case.slots, K, H)
-        for b, length in enumerate(lengths):
+        for b, length in enumerate(case.held):
             x = x.at[b, length:].set(jnp.nan)
         return x
 
-    shape, plan, (K, G, H) = case.shape, case.plan, case.shape.heads
     sizes = [shape.matrix(name) if name in PRODUCTS else None for name in case.phases]
-    attends, makes, after = "attend" in case.phases, "qkv" in case.phases, np.add(case.held, case.real)
     lead, slot = np.arange(shape.rows) % 2, PLACES[: shape.rows]
     if case.held:
         lead, token = np.divmod(np.arange(shape.rows), case.tokens)
         slot = np.where(token < np.array(case.real)[lead], np.array(case.held)[lead] + token, case.slots)
     angle = rng.normal(size=(shape.rows, H // 2))
+    followed = [name for name in ADDING if case.held or name in case.phases[:-1]]
+    begin, x = normal(plan.row_groups * TOGETHER, shape.hidden), None
+    if case.held:
+        wide_rows = wide(begin)[: shape.rows]
+        scaled = jnp.asarray(wide_rows * 1.5, jnp.bfloat16)  # by the scale of the norm in front of the first layer
+        squares = (wide_rows**2).reshape(shape.rows, -1, 128).sum(-1)
+        values = begin, scaled, jnp.asarray(squares, jnp.float32)
+        begin = Begin(*map(at_least_as_large, values, beginning(plan, jnp.bfloat16)))
+    else:
+        x = normal(shape.rows, sizes[0][0])
     return BlockOperands(
-        x=None if sizes[0] is None else normal(shape.rows, sizes[0][0]),
-        weights=tuple(None if size is None else normal(*size, scale=size[0] ** -0.5) for size in sizes),
-        residual=normal(plan.row_groups * TOGETHER, shape.hidden),
-        scales=tuple(normal(shape.hidden) for name in case.phases[:-1] if name in ADDING),
+        x=x,
+        weights=tuple(
+            () if size is None else tuple(normal(*size, scale=size[0] ** -0.5) for _ in range(layers)) for size in sizes
+        ),
+        residual=None if case.held else begin,
+        scales={name: normal(layers, shape.hidden) for name in followed},
         places=Places(
             *(jnp.asarray(x, jnp.int32) for x in (lead, slot)),
             *(jnp.asarray(x, jnp.float32) for x in (np.cos(angle), np.sin(angle))),
         ),
-        bias=normal(K * (G + 2) * H) if makes and case.options else None,
-        head_scales=(normal(H), normal(H)) if makes and case.options else (),
-        query=normal(*plan.query) if attends else None,
-        lengths=jnp.asarray([case.held, after], jnp.int32) if case.held else None,
-        attended=(cache(after), cache(after)) if attends else (),
-        written=(cache(case.held), cache(case.held)) if makes else (),
+        bias=normal(layers, K * (G + 2) * H) if makes and case.options else None,
+        head_scales=(normal(layers, H), normal(layers, H)) if makes and case.options else (),
+        lengths=jnp.asarray([case.held, np.add(case.held, case.real)], jnp.int32) if case.held else None,
+        first=jnp.zeros(1, jnp.int32) if case.held else None,
+        begin=begin if case.held else None,
+        caches=tuple((cache(), cache()) for _ in range(layers)) if makes else (),
     )
 
 
+def at_least_as_large(x: jax.Array, shape: Any) -> jax.Array:
+    """NaN where the kernel has to look at nothing."""
+    pad = [(0, size - had) for had, size in zip(x.shape, shape.shape, strict=True)]
+    return jnp.pad(x, pad, constant_values=jnp.nan)
+
+
+def of_call(case: Case, whole: BlockOperands, number: int) -> BlockOperands:
+    """One call's own of the operands of a step."""
+    if not case.held:
+        return whole
+    some = slice(number * case.layers, (number + 1) * case.layers)
+    weights = tuple(each[some] for each in whole.weights)
+    return whole._replace(weights=weights, caches=whole.caches[some], first=whole.first + number * case.layers)
+
+
 def interpret(case: Case, kernel: ModuleType, calls: int) -> dict[str, Any]:
-    """What the last of some calls with the same counts leaves behind, each in memory that is full of NaN at first."""
-    given, shapes = operands(case), kernel.buffers(case.plan, jnp.bfloat16)
-    caches, counts = (given.attended, given.written), jnp.zeros(COUNTS, jnp.int32)
-    for number in range(calls * len(case.phases)):
-        phase = number % len(case.phases)
-        if phase == 0:
-            out = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), shapes)
+    """What some calls with the same counts leave behind, each in memory that is full of NaN at first."""
+    whole, shapes = operands(case, calls), kernel.buffers(case.plan, jnp.bfloat16)
+    begin, caches, counts = whole.begin, whole.caches, jnp.zeros(COUNTS, jnp.int32)
+    for number in range(calls):
+        out = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), shapes)
+        for at in itertools.product(range(case.layers), range(len(case.phases))):
 
-        def run(state: Any, phase: int = phase) -> Any:
-            into, (attended, written), counts = refs = jax.tree.map(jax.new_ref, state)
-            own = given._replace(attended=attended, written=written, counts=counts)
-            kernel.decode_block(case.plan, own, phase, into)
-            return jax.tree.map(jax.freeze, refs)
+            def run(state: Any, number: int = number, at: tuple[int, int] = at) -> Any:
+                into, begin, caches, counts = refs = jax.tree.map(jax.new_ref, state)
+                own = of_call(case, whole._replace(caches=caches), number)._replace(begin=begin, counts=counts)
+                kernel.decode_block(case.plan, own, at, into)
+                return jax.tree.map(jax.freeze, refs)
 
-        with words_interpreted():
-            out, caches, counts = jax.jit(run)((out, caches, counts))
-    return named(case, out.residual, out.query, caches[1])
+            with words_interpreted():
+                out, begin, caches, counts = jax.jit(run)((out, begin, caches, counts))
+    return named(case, begin.residual if case.held else out.residual, out.query, caches)
 
 
-def named(case: Case, residual: Any, query: Any, written: Any) -> dict[str, Any]:
-    """What a call leaves behind."""
+def named(case: Case, residual: Any, query: Any, caches: Any) -> dict[str, Any]:
+    """What a step leaves behind."""
     found = {"residual": residual} if set(ADDING) & set(case.phases) else {}
-    return found | (dict(zip(("key", "value"), written, strict=True)) | {"query": query} if written else {})
+    for layer, cache in enumerate(caches):
+        found |= {f"{name} {layer}": x for name, x in zip(("key", "value"), cache, strict=True)}
+    return found | ({"query": query} if caches else {})
 
 
-def expected(case: Case) -> dict[str, Any]:
+def expected(case: Case, calls: int) -> dict[str, Any]:
     """The same by numpy in float64, phase by phase; what is stored is rounded."""
-    given, shape, (K, G, H), T = operands(case), case.shape, case.shape.heads, case.tokens
-    written, scales = [wide(x).copy() for x in given.written], iter(given.scales)
-    residual, query = wide(given.residual)[: shape.rows], None
-    x = None if given.x is None else wide(given.x)
+    given, shape, (K, G, H), T = operands(case, calls), case.shape, case.shape.heads, case.tokens
+    caches = [[wide(x).copy() for x in cache] for cache in given.caches]
+    residual = wide(given.residual if given.begin is None else given.begin.residual)[: shape.rows]
+    query: Any = None
 
     def norm(x: Any, scale: Any) -> np.ndarray:
         return rounded(x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * (wide(scale) + float(case.options)))
 
-    for number, (name, weights) in enumerate(zip(case.phases, given.weights, strict=True)):
-        y: Any = None if weights is None else x @ wide(weights)
+    x = wide(given.x) if given.begin is None else norm(residual, 1.5 - float(case.options))
+    for layer, (number, name) in itertools.product(range(max(1, len(caches))), enumerate(case.phases)):
+        y: Any = x @ wide(given.weights[number][layer]) if name in PRODUCTS else None
         if name == "attend":
-            x = rounded(attended(case, wide(given.query), *map(wide, given.attended)))
+            x = rounded(attended(case, query, *caches[layer]))
         elif name in ADDING:
             residual = rounded(residual + y)
-            x = norm(residual, next(scales)) if number + 1 < len(case.phases) else None
+            x = norm(residual, given.scales[name][layer]) if name in given.scales else None
         elif name == "gate_up":
             gate, up = np.split(y, 2, axis=-1)
             x = rounded(gate / (1 + np.exp(-gate)) * up)
         elif name == "qkv":
-            y = rounded(y + wide(given.bias) if case.options else y).reshape(shape.rows, K, G + 2, H)
+            y = rounded(y + wide(given.bias[layer]) if case.options else y).reshape(shape.rows, K, G + 2, H)
             for some, scale in zip((slice(0, G), slice(G, G + 1)), given.head_scales, strict=False):
-                y[:, :, some] = norm(y[:, :, some], scale)
+                y[:, :, some] = norm(y[:, :, some], scale[layer])
             first, second = np.split(y, 2, axis=-1)
             cos, sin = (wide(x)[:, None, None] for x in (given.places.cos, given.places.sin))
             turned = rounded(np.concatenate([first * cos - second * sin, second * cos + first * sin], -1))
             for row, (lead, slot) in enumerate(zip(given.places.lead, given.places.slot, strict=True)):
                 if 0 <= slot < case.slots:
-                    for cache, new in zip(written, (turned[row, :, G], y[row, :, G + 1]), strict=True):
+                    for cache, new in zip(caches[layer], (turned[row, :, G], y[row, :, G + 1]), strict=True):
                         cache[lead, slot] = new
             query = turned[:, :, :G].reshape(-1, T, K, G, H).swapaxes(1, 2).reshape(-1, K, T * G, H)
-    return named(case, residual, query, written)
+    return named(case, residual, query, caches)
 
 
 def attended(case: Case, query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:
@@ -229,7 +263,7 @@ def attended(case: Case, query: np.ndarray, key: np.ndarray, value: np.ndarray) 
 
 def check(case: Case, kernel: ModuleType = module, calls: int = 1) -> None:
     assert not refusals(case.shape, case.config, "bfloat16", attention=case.plan.attention)
-    want, got = expected(case), interpret(case, kernel, calls)
+    want, got = expected(case, calls), interpret(case, kernel, calls)
     assert got.keys() == want.keys()
     for name, x in want.items():
         own = wide(got[name])
@@ -247,11 +281,7 @@ def test_interpreted(case: Case) -> None:
     check(case)
 
 
-def test_a_whole_call() -> None:
-    check(ONE)
-
-
-def test_attention_and_the_product_behind_it() -> None:
+def test_a_layer_with_attention() -> None:
     check(SMALL)
 
 
@@ -263,7 +293,11 @@ def test_calls_of_a_step_share_their_counts(case: Case, calls: int) -> None:
     check(case, calls=calls)
 
 
-EDITED = {small_work: ("finish",), stream: ("copy_rows", "multiply"), attention: ("attend", "merge")}
+EDITED = {
+    small_work: ("finish",),
+    stream: ("copy_rows", "multiply"),
+    attention: ("attend", "merge"),
+}
 
 
 def wrong(place: ModuleType, old: str, new: str) -> ModuleType:
@@ -279,8 +313,8 @@ def wrong(place: ModuleType, old: str, new: str) -> ModuleType:
         (small_work, "before.astype(jnp.float32) + product", "product"),  # the residual is left out
         (small_work, "jnp.minimum(first + i, last) + tile", "first + tile"),  # one part of a tile is read for all
         (small_work, "parts[0] * cos - parts[1] * sin", "parts[0] * cos + parts[1] * sin"),
-        (small_work, '"qkv": "down"}', '"qkv": "out"}'),  # the factor of the norm before
-        (stream, "split.parts_of(tiles, div))", "split.parts_of(tiles, div) - 1)"),  # summed before its last part
+        (small_work, "before = BEFORE[p.plan.phases[run.number]]", 'before = "out"'),  # the factor of the norm before
+        (stream, "split.parts_of(tiles, div),", "split.parts_of(tiles, div) - 1,"),  # summed before its last part
         (small_work, '"out": ("down", "qkv")', '"out": ()'),  # words of the call before say that all is done
     ],
 )
@@ -288,6 +322,16 @@ def test_a_wrong_kernel_is_noticed(place: ModuleType, old: str, new: str) -> Non
     kernel = wrong(place, old, new)
     with pytest.raises(AssertionError):
         check(CASES["three rows"], kernel, calls=2 if old.startswith('"out"') else 1)
+
+
+@pytest.mark.slow
+def test_a_kernel_of_wrong_layers_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = wrong(small_work, "scales[name].at[run.turn", "scales[name].at[run.layer")  # those of the step's first
+    with pytest.raises(AssertionError):
+        check(ATTENDING["one token"], kernel, calls=2)
+    monkeypatch.setattr(program.Program, "of_layer", lambda p, layer, choices, do: do(choices[0]))
+    with pytest.raises(AssertionError):
+        check(ATTENDING["one token"])
 
 
 @pytest.mark.slow
@@ -313,22 +357,28 @@ def test_wrong_attention_is_noticed(place: ModuleType, old: str, new: str) -> No
         # Nobody comes last.
         (
             stream,
-            "split.parts_of(tiles, div))",
-            "split.parts_of(tiles, div) + 1)",
+            "split.parts_of(tiles, div),",
+            "split.parts_of(tiles, div) + 1,",
             CASES["three rows"],
             "rows are looked",
         ),
-        (small_work, "p.words(number).at[tiles]", "p.words(number).at[0]", CASES["three rows"], "rows are looked"),
+        (small_work, "p.words(name).at[tiles]", "p.words(name).at[0]", CASES["three rows"], "rows are looked"),
+        (stream, "div), run.turn)", "div), jnp.int32(0))", ATTENDING["one token"], "rows are looked"),
         (
             attention,
-            "tell(p.words(number).at[k])",
-            "tell(p.words(number).at[0])",
+            'tell(p.words("merge").at[k])',
+            'tell(p.words("merge").at[0])',
             ATTENDING["one token"],
             "rows are looked",
         ),
         (attention, "line.parts_of(k)", "line.parts_of(k) + 1", SMALL, "parts are waited"),
-        # Those of the call before are counted again.
-        (small_work, '("attend", "merge")', '("merge",)', ATTENDING["one token"], "parts are waited"),
+        (
+            attention,
+            "(run.turn + 1) * line.parts_of(k)",
+            "line.parts_of(k)",
+            ATTENDING["one token"],
+            "parts are waited",
+        ),
     ],
 )
 def test_a_kernel_that_would_wait_for_ever_is_noticed(
@@ -341,9 +391,10 @@ def test_a_kernel_that_would_wait_for_ever_is_noticed(
 
 def lowered(case: Case) -> str:
     def call(given: BlockOperands) -> Any:
-        held = given.attended, given.written, jnp.zeros(COUNTS, jnp.int32)
-        attended, written, counts = refs = jax.tree.map(jax.new_ref, held)
-        out = module.decode_block(case.plan, given._replace(attended=attended, written=written, counts=counts))
+        begin, caches, counts = refs = jax.tree.map(
+            jax.new_ref, (given.begin, given.caches, jnp.zeros(COUNTS, jnp.int32))
+        )
+        out = module.decode_block(case.plan, given._replace(begin=begin, caches=caches, counts=counts))
         return out.residual, out.query, *map(jax.freeze, jax.tree.leaves(refs))
 
     return jax.jit(call).trace(operands(case)).lower(lowering_platforms=("cuda",)).as_text()
@@ -545,17 +596,23 @@ def test_illegal_settings(settings: dict[str, int], message: str) -> None:
         (("out", "down"), False),
         (PHASES, False),  # where attention is elsewhere
         (("qkv", "out"), False),  # of two layers
-        (PHASES[1:], True),  # a merge without its parts
-        (PHASES[:2], True),  # a merge that nothing comes after
-        (("qkv", "attend"), True),
-        (("attend", "out"), True),
+        (PHASES[1:], True),  # a part of a layer
+        (PRODUCTS, True),
         ((), True),
+        ((), False),
     ],
 )
-def test_phases_that_are_no_neighbours(phases: tuple[str, ...], attends: bool) -> None:
+def test_phases_that_are_no_call(phases: tuple[str, ...], attends: bool) -> None:
     form = AttentionForm(1, 160, SCALE) if attends else None
-    with pytest.raises(ValueError, match="`phases`: expected neighbours"):
+    with pytest.raises(ValueError, match="`phases`: expected "):
         BlockPlan(ONE.shape, ONE.config, phases, 1e-5, False, jax.nn.silu, attention=form)
+
+
+@pytest.mark.parametrize(("layers", "form"), [(2, None), (0, AttentionForm(1, 160, SCALE))])
+def test_layers_that_are_no_call(layers: int, form: AttentionForm | None) -> None:
+    phases = PRODUCTS if form is None else PHASES
+    with pytest.raises(ValueError, match="`layers`: expected 1, or more with attention, got"):
+        BlockPlan(ONE.shape, ONE.config, phases, 1e-5, False, jax.nn.silu, attention=form, layers=layers)
 
 
 def test_what_the_kernel_does_not_take() -> None:
