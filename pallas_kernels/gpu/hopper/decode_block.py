@@ -195,6 +195,8 @@ def _run(p: Program) -> None:
     @pl.when(p.group < GROUPS)
     def _compute() -> None:
         registers(computing, "increase")
+        if p.plan.attention is not None:
+            plgpu.barrier_arrive(p.scratch.query_free)  # it is free before the first queries come
 
         def one(run: Run) -> None:
             name = p.plan.phases[run.number]

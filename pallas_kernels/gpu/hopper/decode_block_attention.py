@@ -78,8 +78,7 @@ def copy_values_and_queries(p: Program, run: Run) -> None:
         def _first() -> None:
             # With queries all keys and values of the head are there.
             _wait_for_heads(p, run, pair.k)
-            again = (unit != run.begin) | (run.layer > 0) if p.only is None else unit != run.begin
-            pl.when(again)(lambda: plgpu.barrier_wait(p.scratch.query_free))
+            plgpu.barrier_wait(p.scratch.query_free)
             target = p.scratch.query.at[pl.ds(0, p.plan.query[2])]
             plgpu.copy_gmem_to_smem(p.out.query.at[pair.b, pair.k], target, p.scratch.query_ready)
 
