@@ -205,8 +205,14 @@ def _entry(row: Any, kernel: str) -> Entry:
 
 
 def _typed(held: Any, kind: type) -> dict[str, Any]:
-    """The fields of a dataclass of numbers, flags and names, each of its own type."""
-    types = {field.name: field.type for field in dataclasses.fields(kind)}
+    """The fields of a dataclass of numbers, flags and names, each of its own type.
+
+    One that a file does not have takes its default: it came after the file was written.
+    """
+    fields = dataclasses.fields(kind)
+    types = {field.name: field.type for field in fields}
+    if isinstance(held, dict):
+        held = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING} | held
     for name, value in _exactly(held, tuple(types)).items():
         if type(value) is not types[name]:
             raise ValueError(f"expected `{name}` to be of type {types[name]}, got {value!r}")

@@ -141,6 +141,18 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         assert read(file, kernel, H200) == (entry, later)
 
 
+def test_a_setting_that_a_file_does_not_have_takes_its_default(tmp_path: Path) -> None:
+    new = {"query_buffers": 1, "early_turn": 0, "lazy_sum": False}
+    entry = json.loads(write([ENTRY], KERNEL, H200))
+    (row,) = entry["entries"]
+    row["config"] = {name: value for name, value in row["config"].items() if name not in new}
+    assert read(put(tmp_path, json.dumps(entry)), KERNEL, H200) == (ENTRY,)
+    assert {name: getattr(CONFIG, name) for name in new} == new
+    del row["key"]["T"]  # but one without a default has to be there
+    with pytest.raises(ValueError, match="expected exactly the fields"):
+        read(put(tmp_path, json.dumps(entry)), KERNEL, H200)
+
+
 def test_every_file_that_ships_is_legal_and_of_a_known_device() -> None:
     for file in tuning.FOLDER.glob("*/*.json"):
         assert file.parent.name in DEVICES

@@ -1,5 +1,6 @@
 """Attention forward for sm_90 in Pallas Mosaic GPU: blocks of keys folded into (m, l, u) by online softmax."""
 
+import dataclasses
 import functools
 
 import jax
@@ -56,7 +57,7 @@ def attention_forward(
     if reasons:
         raise ValueError("; ".join(reasons))
     tiles = Tiles(shape, mask, config)
-    kernel = Warpgroups(tiles, Softmax(scale, soft_cap), statistics)
+    kernel = Warpgroups(tiles, Softmax(scale, soft_cap, config.lazy_sum), statistics)
     order = None if tiles.order is None else jnp.asarray(tiles.order)
     operands = Operands(query, key, value, bounds, sinks, order=order)
     if segments is not None:
@@ -67,6 +68,9 @@ def attention_forward(
         )
     rows = jax.ShapeDtypeStruct((shape.B, shape.N, tiles.q_tiles * config.tile_q), jnp.float32)
     output = jax.ShapeDtypeStruct((*query.shape[:3], shape.Hv), jnp.float32 if statistics else query.dtype)
+    params = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+    if config.query_buffers > 1:  # they need what Pallas sets aside for reductions over warps, of which there are none
+        params = dataclasses.replace(params, reduction_scratch_bytes=0)
     names = tuple(name for name, operand in operands._asdict().items() if operand is not None)
     run = plgpu.kernel(
         functools.partial(kernel.body, names),
@@ -77,7 +81,7 @@ def attention_forward(
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="flashspec_hopper_attention_forward",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        compiler_params=params,
     )
     with jax.enable_x64(False):  # numbers in a kernel are of 32 bits, whatever the caller's are
         return tuple(run(*(operand for operand in operands if operand is not None)))

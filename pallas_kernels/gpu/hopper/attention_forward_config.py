@@ -11,6 +11,18 @@ RESERVED = 2048  # of them for barriers and reductions
 REGISTERS = 64 * 1024  # of a multiprocessor
 SECTION = 8 * 2**20  # bytes of K and V that are worked on together: of 8 to 32 MB, what ran fastest on an H200
 
+# What a search tries beside other blocks, with what it needs: orders of the loop, and queries that are copied ahead.
+AHEAD: dict[str, Any] = {"early_turn": 2, "stages": 2}
+BUFFERS: dict[str, Any] = {"query_buffers": 2, "shared_output": False}
+LOOPS: tuple[dict[str, Any], ...] = (
+    {"early_turn": 1},
+    AHEAD,
+    AHEAD | {"lazy_sum": True},
+    BUFFERS,
+    BUFFERS | {"early_turn": 1, "lazy_sum": True},
+    BUFFERS | AHEAD | {"lazy_sum": True},
+)
+
 
 class AttentionShape(NamedTuple):
     """Sizes of one launch, in the letters of `flashspec.dims`."""
@@ -46,6 +58,12 @@ class ForwardConfig:
       programs: thread blocks that share the tiles out among them, one for each multiprocessor; 0 for one a tile.
       heads_per_section: key/value heads that are worked on together, so that their K and V stay in the cache.
       shared_output: whether the output leaves through the memory of Q, where there is no room for both.
+      query_buffers: tiles of Q in shared memory: with 2, the next one is copied while one is computed.
+      early_turn: how early a warpgroup waits for its turn at the matrix units. 0: between the accumulator of the scores
+        and their product; 1: ahead of the accumulator, which then need not be cleared; 2: ahead of the wait for the
+        product with the values too, which holds the exponentials beside that product. With one stage, 2 would never
+        end: who has the turn waits for keys that come after values which the others keep until they have the turn.
+      lazy_sum: whether l is summed within a thread, and over threads at the end of a tile alone.
     """
 
     block_kv: int = 128
@@ -54,14 +72,21 @@ class ForwardConfig:
     programs: int = 132
     heads_per_section: int = 4
     shared_output: bool = False
+    query_buffers: int = 1
+    early_turn: int = 0
+    lazy_sum: bool = False
 
     def __post_init__(self) -> None:
+        buffers = (1,) if self.shared_output else (1, 2)
+        turns = (0, 1) if self.stages == 1 else (0, 1, 2)
         for name, legal, expected in (
             ("block_kv", self.block_kv % 64 == 0 and 64 <= self.block_kv <= 256, "a multiple of 64 from 64 to 256"),
             ("stages", 1 <= self.stages <= 8, "1 to 8"),
             ("warpgroups", self.warpgroups in (1, 2, 3), "1, 2 or 3"),
             ("programs", self.programs >= 0, "at least 0"),
             ("heads_per_section", self.heads_per_section >= 1, "at least 1"),
+            ("query_buffers", self.query_buffers in buffers, "1, or 2 without `shared_output`"),
+            ("early_turn", self.early_turn in turns, "0, 1, or 2 with several stages"),
         ):
             if not legal:
                 raise ValueError(f"`{name}`: expected {expected}, got {getattr(self, name)}")
@@ -81,7 +106,7 @@ class ForwardConfig:
         stage = self.block_kv * (shape.H + shape.Hv) * 2
         output = 0 if self.shares_output(shape, statistics) else self.tile_q * shape.Hv * (4 if statistics else 2)
         rows = 2 * self.tile_q * 4
-        return self.stages * stage + self.tile_q * shape.H * 2 + output + rows + RESERVED
+        return self.stages * stage + self.query_buffers * self.tile_q * shape.H * 2 + output + rows + RESERVED
 
     def shares_output(self, shape: AttentionShape, statistics: bool) -> bool:
         """Whether the output leaves through the memory of Q: where asked for, and where it is as large."""
@@ -126,9 +151,9 @@ def candidates(shape: AttentionShape, statistics: bool = False, programs: int = 
     """Legal settings that are worth timing for a shape, the heuristic's first."""
     first = heuristic(shape, statistics, programs)
     yield first
-    for warpgroups, block_kv, stages, heads in itertools.product((2, 3), (64, 128, 192), (2, 3), (1, 4, 16)):
-        config = dataclasses.replace(
-            first, block_kv=block_kv, stages=stages, warpgroups=warpgroups, heads_per_section=heads
-        )
+    blocks = itertools.product((2, 3), (64, 128, 192), (2, 3))
+    changes = [dict(zip(("warpgroups", "block_kv", "stages"), block, strict=True)) for block in blocks]
+    for change, heads in itertools.product((*changes, *LOOPS), dict.fromkeys((first.heads_per_section, 1, 4, 16))):
+        config = dataclasses.replace(first, heads_per_section=heads, **change)
         if config != first and not config.refusals(shape, statistics):
             yield config

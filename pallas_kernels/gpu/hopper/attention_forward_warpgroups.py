@@ -8,6 +8,7 @@ folds the scale in; what leaves the kernel is in natural logarithms.
 
 import functools
 import math
+import operator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from pallas_kernels.gpu.hopper.attention_forward_tiles import Tile, Tiles
 from pallas_kernels.gpu.hopper.attention_tile import COLUMN, LOG2E, MATRIX, ROW, TILE, tanh, tiled
 
 LN2 = math.log(2)
+FRAGMENT = 8  # columns that four threads share out among them, so that each has 2 of every 8
 
 
 class Operands(NamedTuple):
@@ -62,7 +64,10 @@ class Memory(NamedTuple):
 
 
 class Folded(NamedTuple):
-    """Statistics of 64 queries, m in base 2, and the weights of the last block, whose values are not in u yet."""
+    """Statistics of 64 queries, m in base 2, and the weights of the last block, whose values are not in u yet.
+
+    Where l is summed lazily, it is [64, FRAGMENT], and its row sums are due.
+    """
 
     m: Any
     l: Any
@@ -71,10 +76,11 @@ class Folded(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """scale and soft cap of the scores."""
+    """scale and soft cap of the scores, and whether l is summed lazily."""
 
     scale: float
     soft_cap: float | None
+    lazy_sum: bool = False
 
     def step(self, raw: Any, visible: Any, m: Any, l: Any) -> tuple[Any, Any, Any, Any]:
         """New m and l, the factor for what was summed before, and the weights (eq. 33.3 and 33.4, in base 2).
@@ -95,7 +101,18 @@ class Softmax(NamedTuple):
         shift = jnp.where(highest == -jnp.inf, 0.0, highest)
         weights = jnp.exp2(raw * scale - lax.broadcast_in_dim(shift, raw.shape, [0]))
         alpha = jnp.exp2(m - shift)
-        return highest, l * alpha + weights.sum(axis=1), alpha, weights
+        return highest, l * lax.broadcast_in_dim(alpha, l.shape, [0]) + self.part(weights), alpha, weights
+
+    def part(self, weights: Any) -> Any:
+        """What one block adds to l: row sums, or lazily sums over the columns that a thread has."""
+        if not self.lazy_sum:
+            return weights.sum(axis=1)
+        fragments = (weights[:, start : start + FRAGMENT] for start in range(0, weights.shape[1], FRAGMENT))
+        return functools.reduce(operator.add, fragments)
+
+    def total(self, l: Any) -> Any:
+        """Row sums of l."""
+        return l.sum(axis=1) if self.lazy_sum else l
 
 
 class Warpgroups:
@@ -110,16 +127,17 @@ class Warpgroups:
         c, s = self.config, self.shape
         output = tiled((c.warpgroups, TILE, s.Hv), jnp.float32 if self.statistics else dtype)
         rings = [plgpu.Barrier(num_barriers=c.stages), plgpu.Barrier(num_barriers=c.stages, num_arrivals=c.warpgroups)]
-        own = plgpu.Barrier(num_barriers=c.warpgroups)
+        buffers = c.query_buffers * c.warpgroups
+        queries, turn = plgpu.Barrier(num_barriers=buffers), plgpu.Barrier(num_barriers=c.warpgroups)
         return [
-            tiled((c.warpgroups, TILE, s.H), dtype),
+            tiled((buffers, TILE, s.H), dtype),
             tiled((c.stages, c.block_kv, s.H), dtype),
             tiled((c.stages, c.block_kv, s.Hv), dtype),
             None if c.shares_output(s, self.statistics) else output,
             plgpu.SMEM((1 + self.statistics, c.warpgroups, TILE), jnp.float32),
-            *(own, own),
+            *(queries, queries),
             *(*rings, *rings),
-            own,
+            turn,
         ]
 
     def body(self, names: tuple[str, ...], *refs: Any) -> None:
@@ -147,9 +165,11 @@ class Warpgroups:
             tile = self.tiles.at(index, inputs.bounds, inputs.ranges)
             kv_head = lax.div(tile.head, self.shape.G)
             for w in range(c.warpgroups):
-                _wait_when(i > 0, memory.q_free.at[w])
+                buffer = self._buffer(i, w)
+                _wait_when(i >= c.query_buffers, memory.q_free.at[buffer])
                 rows = pl.ds(tile.q_start + w * TILE, TILE)
-                plgpu.copy_gmem_to_smem(inputs.q.at[tile.batch, rows, tile.head], memory.q.at[w], memory.q_full.at[w])
+                source = inputs.q.at[tile.batch, rows, tile.head]
+                plgpu.copy_gmem_to_smem(source, memory.q.at[buffer], memory.q_full.at[buffer])
 
             def block_step(step: Any, count: Any) -> Any:
                 slot = lax.rem(count, c.stages)
@@ -167,16 +187,16 @@ class Warpgroups:
         shared = memory.output is None
         pl.when(w == 0)(lambda: plgpu.barrier_arrive(memory.turn.at[0]))
 
-        def tile_step(_: Any, index: Any, count: Any) -> Any:
-            tile = self.tiles.at(index, inputs.bounds, inputs.ranges)
-            plgpu.barrier_wait(memory.q_full.at[w])
-            folded, count = self._fold(inputs, memory, tile, w, count)
+        def tile_step(i: Any, index: Any, count: Any) -> Any:
+            tile, buffer = self.tiles.at(index, inputs.bounds, inputs.ranges), self._buffer(i, w)
+            plgpu.barrier_wait(memory.q_full.at[buffer])
+            folded, count = self._fold(inputs, memory, memory.q.at[buffer], tile, w, count)
             if not shared:
-                plgpu.barrier_arrive(memory.q_free.at[w])
+                plgpu.barrier_arrive(memory.q_free.at[buffer])
             self._store(inputs, outputs, memory, tile, w, folded)
             if shared:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(memory.q_free.at[w])
+                plgpu.barrier_arrive(memory.q_free.at[buffer])
             return count
 
         self.tiles.each(inputs.order, program, tile_step)
@@ -184,9 +204,10 @@ class Warpgroups:
         # The turn that is still out is that of warpgroup 0: barriers end as they began.
         _wait_when(w == 0, memory.turn.at[0])
 
-    def _fold(self, inputs: Operands, memory: Memory, tile: Tile, w: Any, count: Any) -> tuple[Folded, Any]:
+    def _fold(self, inputs: Operands, memory: Memory, q: Any, tile: Tile, w: Any, count: Any) -> tuple[Folded, Any]:
         """(m, l, u) of a warpgroup's queries over all blocks of the tile; `count` blocks were used before them."""
         c, s = self.config, self.shape
+        ahead_of_scores, ahead_of_values = c.early_turn >= 1, c.early_turn == 2
         q_ids = None
         if self.mask.segments:
             rows = pl.ds(tile.q_start + w * TILE, TILE)
@@ -194,16 +215,21 @@ class Warpgroups:
         visible = functools.partial(self._visible, inputs, tile, tile.q_start + w * TILE, q_ids)
         scores_type = plgpu.ACC((TILE, c.block_kv), jnp.float32)
         values_type = plgpu.ACC((TILE, s.Hv), jnp.float32)
-        m, l, u = _full((TILE,), -jnp.inf, ROW), _full((TILE,), 0, ROW), _full((TILE, s.Hv), 0, MATRIX)
+        m, u = _full((TILE,), -jnp.inf, ROW), _full((TILE, s.Hv), 0, MATRIX)
+        l = _full((TILE, FRAGMENT), 0, MATRIX) if c.lazy_sum else _full((TILE,), 0, ROW)
 
         def first(scores: Any) -> Any:
-            self._issue_scores(memory, scores, w, count)
+            self._issue_scores(memory, scores, q, w, count)
             self._pass_turn(memory, w)
             return scores[...]
 
+        if ahead_of_scores:
+            self._await_keys(memory, w, count)
         raw = pl.run_scoped(first, scores_type)
         plgpu.barrier_arrive(memory.k_free.at[lax.rem(count, c.stages)])
         m, l, _, weights = self.softmax.step(raw, None if self.tiles.unmasked else visible(tile.end - 1), m, l)
+        if ahead_of_values:
+            plgpu.barrier_wait(memory.turn.at[w])
 
         def step(block: Any, carry: tuple[Folded, Any], masked: bool) -> tuple[Folded, Any]:
             so_far, count = carry
@@ -211,15 +237,19 @@ class Warpgroups:
 
             def products(scores: Any, values: Any) -> Any:
                 values[...] = so_far.u
-                self._issue_scores(memory, scores, w, count)
+                self._issue_scores(memory, scores, q, w, count)
                 plgpu.barrier_wait(memory.v_full.at[previous])
                 plgpu.wgmma(values, so_far.weights, memory.v.at[previous])
                 self._pass_turn(memory, w)
                 raw = plgpu.wgmma_accumulator_load(scores, wait_n=1)
                 plgpu.barrier_arrive(memory.k_free.at[slot])
                 folded = self.softmax.step(raw, visible(block) if masked else None, so_far.m, so_far.l)
+                if ahead_of_values:  # the compiler moves no exponential past a barrier
+                    plgpu.barrier_wait(memory.turn.at[w])
                 return *folded, values[...]
 
+            if ahead_of_scores:
+                self._await_keys(memory, w, count, has_turn=ahead_of_values)
             m, l, alpha, weights, u = pl.run_scoped(products, scores_type, values_type)
             plgpu.barrier_arrive(memory.v_free.at[previous])
             u = u * lax.broadcast_in_dim(alpha, u.shape, [0])
@@ -232,14 +262,15 @@ class Warpgroups:
         def final(values: Any) -> Any:
             values[...] = folded.u
             plgpu.barrier_wait(memory.v_full.at[last])
-            plgpu.barrier_wait(memory.turn.at[w])
+            if not ahead_of_values:
+                plgpu.barrier_wait(memory.turn.at[w])
             plgpu.wgmma(values, folded.weights, memory.v.at[last])
             self._pass_turn(memory, w)
             return values[...]
 
         u = pl.run_scoped(final, values_type)
         plgpu.barrier_arrive(memory.v_free.at[last])
-        return folded._replace(u=u), count
+        return folded._replace(l=self.softmax.total(folded.l), u=u), count
 
     def _blocks(self, tile: Tile, step: Any, carry: Any) -> Any:
         """All blocks but the last one, which came first, from right to left: masked ones, full ones, masked ones."""
@@ -305,11 +336,21 @@ class Warpgroups:
             plgpu.copy_smem_to_gmem(memory.rows.at[i, w], ref.at[tile.batch, tile.head, span], commit_group=False)
         plgpu.copy_smem_to_gmem(tile_memory, output.at[tile.batch, span, tile.head])
 
-    def _issue_scores(self, memory: Memory, scores: Any, w: Any, count: Any) -> None:
+    def _buffer(self, i: Any, w: Any) -> Any:
+        """Where a warpgroup's queries of the i-th tile are."""
+        return lax.rem(i, self.config.query_buffers) * self.config.warpgroups + w
+
+    def _await_keys(self, memory: Memory, w: Any, count: Any, has_turn: bool = False) -> None:
+        """Wait for a block of keys, and for the turn of a warpgroup that does not have it yet."""
+        plgpu.barrier_wait(memory.k_full.at[lax.rem(count, self.config.stages)])
+        if not has_turn:
+            plgpu.barrier_wait(memory.turn.at[w])
+
+    def _issue_scores(self, memory: Memory, scores: Any, q: Any, w: Any, count: Any) -> None:
+        if not self.config.early_turn:
+            self._await_keys(memory, w, count)
         slot = lax.rem(count, self.config.stages)
-        plgpu.barrier_wait(memory.k_full.at[slot])
-        plgpu.barrier_wait(memory.turn.at[w])
-        plgpu.wgmma(scores, memory.q.at[w], memory.k.at[slot].transpose((1, 0)))
+        plgpu.wgmma(scores, q, memory.k.at[slot].transpose((1, 0)))
 
     def _pass_turn(self, memory: Memory, w: Any) -> None:
         plgpu.barrier_arrive(memory.turn.at[lax.rem(w + 1, self.config.warpgroups)])

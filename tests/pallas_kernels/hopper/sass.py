@@ -41,6 +41,7 @@ class Report:
       shared_bytes: of a thread block.
       products: matrix instructions (HGMMA or HMMA).
       relaxed: as `relaxed_arrivals` counts them.
+      ahead: as `exponentials_ahead` counts them.
     """
 
     variant: str
@@ -51,6 +52,7 @@ class Report:
     shared_bytes: int
     products: int
     relaxed: int = 0
+    ahead: int = 0
 
 
 def missing() -> str:
@@ -103,6 +105,20 @@ def relaxed_arrivals(code: str) -> int:
     return sum(not any("MEMBAR" in line for line in lines[max(0, i - 6) : i]) for i in arrivals)
 
 
+def exponentials_ahead(code: str) -> int:
+    """How many exponentials stand between a wait for all products but one and that for the last, where fewest do."""
+    counts, count = [], None
+    for line in code.splitlines():
+        if "DEPBAR.LE gsb0, 0x1" in line:
+            count = 0
+        elif count is not None and "DEPBAR.LE gsb0, 0x0" in line:
+            counts.append(count)
+            count = None
+        elif count is not None:
+            count += "MUFU.EX2" in line
+    return min(counts, default=0)
+
+
 # What is compiled. Each variant makes a function and the shapes of its arguments, from (shape, dtype) -> an argument.
 
 type Make = Callable[..., Any]
@@ -125,7 +141,8 @@ def _segments(kind: str, make: Make) -> tuple[Any, ...]:
     return tuple(make((2, T), jnp.int32) for _ in range(2 * (kind == "segments")))
 
 
-def _forward(H: int, kind: str, make: Make, config: Any = None, **options: Any) -> Any:
+def _forward(H: int, kind: str, make: Make, config: Any = None, settings: Any = None, **options: Any) -> Any:
+    """A call with the heuristic's settings, some of them changed, or with a whole config."""
     import jax.numpy as jnp
 
     from pallas_kernels.gpu.hopper.attention_forward import attention_forward
@@ -133,6 +150,7 @@ def _forward(H: int, kind: str, make: Make, config: Any = None, **options: Any) 
     from pallas_kernels.gpu.hopper.attention_mask import SegmentIds
 
     chosen = config or heuristic(AttentionShape(2, T, T, N, N, H, H), options.get("statistics", False))
+    chosen = dataclasses.replace(chosen, **(settings or {}))
 
     def call(query: Any, key: Any, value: Any, *ids: Any) -> Any:
         segments = SegmentIds(*ids) if ids else None
@@ -229,57 +247,83 @@ def _matmul(rows: int, tail: str, make: Make) -> Any:
 
 
 def _decode_block(
-    rows: int, phases: tuple[str, ...], make: Make, *, options: bool = False, tokens: int | None = None, H: int = 128
+    rows: int,
+    phases: tuple[str, ...],
+    make: Make,
+    *,
+    options: bool = False,
+    tokens: int | None = None,
+    H: int = 128,
+    layers: int = 1,
 ) -> Any:
-    """A call with some phases; with attention where the tokens of a batch row are given."""
+    """A call with some phases; with attention, and of some layers, where the tokens of a batch row are given."""
     import jax
     import jax.numpy as jnp
 
     from pallas_kernels.gpu.hopper import decode_block_config as block
     from pallas_kernels.gpu.hopper.decode_block import decode_block
 
-    heads, slots = block.Heads(8, 4, H), 2048
-    shape = block.BlockShape(rows, 4096, 14336, heads)
-    how: dict[str, Any] = {"biased": options, "head_norms": options, "unit_offset": options}
+    heads, slots, C = block.Heads(8, 4, H), 2048, 4096
+    shape = block.BlockShape(rows, C, 14336, heads)
+    how: dict[str, Any] = {"biased": options, "head_norms": options, "unit_offset": options, "layers": layers}
     if tokens is not None:
         how["attention"] = block.AttentionForm(tokens, slots, H**-0.5)
     config = block.heuristic(shape, 132, tokens is not None)
     plan = block.BlockPlan(shape, config, phases, 1e-5, activation=jax.nn.silu, **how)
-    is_product = phases[0] in block.PRODUCTS
+
+    def each(name: str) -> tuple[Any, ...]:
+        return (make(shape.matrix(name), jnp.bfloat16),) * layers if name in block.PRODUCTS else ()
+
+    alone, whole = tokens is None, 32 if tokens is not None else 1  # whether attention is elsewhere; layers of a step
+    followed = [name for name in block.ADDING if name in phases and not (alone and name == phases[-1])]
+    cache = (make((max(2, rows // (tokens or rows)), slots, heads.K, H), jnp.bfloat16),) * 2
     given = block.BlockOperands(
-        make((rows, shape.matrix(phases[0])[0]), jnp.bfloat16) if is_product else None,
-        tuple(make(shape.matrix(name), jnp.bfloat16) if name in block.PRODUCTS else None for name in phases),
-        make((plan.row_groups * block.TOGETHER, 4096), jnp.bfloat16),
-        (make((4096,), jnp.bfloat16),) * 2,
-        block.Places(*[make((rows,), jnp.int32)] * 2, *[make((rows, H // 2), jnp.float32)] * 2),
-        make((heads.K * (heads.G + 2) * H,), jnp.bfloat16) if options else None,
-        (make((H,), jnp.bfloat16),) * 2 if options else (),
-        None if is_product else make(plan.query, jnp.bfloat16),
-        None if tokens is None else make((2, rows // tokens), jnp.int32),
+        x=make((rows, shape.matrix(phases[0])[0]), jnp.bfloat16) if alone else None,
+        weights=tuple(map(each, phases)),
+        residual=make((plan.row_groups * block.TOGETHER, C), jnp.bfloat16) if alone else None,
+        scales={name: make((whole, C), jnp.bfloat16) for name in followed},
+        places=block.Places(*[make((rows,), jnp.int32)] * 2, *[make((rows, H // 2), jnp.float32)] * 2),
+        bias=make((whole, heads.K * (heads.G + 2) * H), jnp.bfloat16) if options else None,
+        head_scales=(make((whole, H), jnp.bfloat16),) * 2 if options else (),
+        lengths=None if alone else make((2, rows // tokens), jnp.int32),
+        first=None if alone else make((1,), jnp.int32),
+    )
+    held = (
+        None if alone else jax.tree.map(lambda x: make(x.shape, x.dtype), block.beginning(plan, jnp.bfloat16)),
+        (cache,) * layers if "qkv" in phases else (),
+        make(block.COUNTS, jnp.int32),
     )
 
-    def call(given: Any, caches: Any, counts: Any) -> Any:
-        (attended, written), counts = refs = jax.tree.map(jax.new_ref, (caches, counts))
-        out = decode_block(plan, given._replace(attended=attended, written=written, counts=counts))
+    def call(given: Any, held: Any) -> Any:
+        begin, caches, counts = refs = jax.tree.map(jax.new_ref, held)
+        out = decode_block(plan, given._replace(begin=begin, caches=caches, counts=counts))
         return out.residual, out.query, *map(jax.freeze, jax.tree.leaves(refs))
 
-    cache = (make((max(2, rows // (tokens or rows)), slots, heads.K, H), jnp.bfloat16),) * 2
-    caches = cache if phases[0] == "attend" else (), cache if phases[-1] == "qkv" else ()
-    return call, (given, caches, make(block.COUNTS, jnp.int32))
+    return call, (given, held)
 
 
-ATTENDED = ("attend", "merge", "out", "gate_up", "down", "qkv")
+BETWEEN = ("out", "gate_up", "down", "qkv")
+LAYER = ("qkv", "attend", "merge", "out", "gate_up", "down")
 
 
 def _named(function: Callable[..., Any], names: tuple[str, ...], options: dict[str, Any], *arrays: Any) -> Any:
     return function(**dict(zip(names, arrays, strict=True)), **options)
 
 
+EARLY = {"early_turn": 2, "lazy_sum": True}
 PLANTED = "planted: tiles that are too large"
 VARIANTS: dict[str, Variant] = {
     **{f"forward {H} {kind}": functools.partial(_forward, H, kind) for H in (64, 128, 256) for kind in MASKS},
     "forward 128 statistics": functools.partial(_forward, 128, "causal", statistics=True),
     "forward 128 soft cap": functools.partial(_forward, 128, "causal", soft_cap=30.0),
+    "forward 128 causal, turn ahead of scores": functools.partial(_forward, 128, "causal", settings={"early_turn": 1}),
+    **{
+        f"forward {H} {kind}, early turn": functools.partial(
+            _forward, H, kind, settings=EARLY if H == 256 else EARLY | {"query_buffers": 2}
+        )
+        for H in (64, 128, 256)
+        for kind in MASKS[:2]
+    },
     **{f"backward {H} {kind}": functools.partial(_backward, H, kind, False) for H in (64, 128, 256) for kind in MASKS},
     **{
         f"backward {H} {kind} deterministic": functools.partial(_backward, H, kind, True)
@@ -311,20 +355,18 @@ VARIANTS: dict[str, Variant] = {
         for rows in (16, 256, 8192)
         for tail in ("bias", "gated", "residual")
     },
-    **{f"decode block {rows}": functools.partial(_decode_block, rows, ATTENDED[2:]) for rows in (1, 9)},
-    "decode block 8, all options": functools.partial(_decode_block, 8, ATTENDED[2:], options=True),
+    **{f"decode block {rows}": functools.partial(_decode_block, rows, BETWEEN) for rows in (1, 9)},
+    "decode block 8, all options": functools.partial(_decode_block, 8, BETWEEN, options=True),
     "decode block 1, the first call": functools.partial(_decode_block, 1, ("qkv",)),
-    "decode block 16, the last call": functools.partial(_decode_block, 16, ATTENDED[2:5]),
+    "decode block 16, the last call": functools.partial(_decode_block, 16, BETWEEN[:3]),
     **{
-        f"decode block {rows} with attention": functools.partial(_decode_block, rows, ATTENDED, tokens=rows)
+        f"decode block {rows} with attention": functools.partial(_decode_block, rows, LAYER, tokens=rows, layers=4)
         for rows in (1, 9)
     },
     "decode block 8 rows with attention, all options": functools.partial(
-        _decode_block, 8, ATTENDED, tokens=1, options=True
+        _decode_block, 8, LAYER, tokens=1, options=True, layers=4
     ),
-    "decode block 5 with attention, heads of half a tile": functools.partial(
-        _decode_block, 5, ATTENDED[:-1], tokens=5, H=64
-    ),
+    "decode block 5 with attention, heads of half a tile": functools.partial(_decode_block, 5, LAYER, tokens=5, H=64),
 }
 
 
@@ -397,6 +439,7 @@ def _read(variant: str, folder: Path) -> Iterator[Report]:
             shared_bytes=int(resources[1]),
             products=len(re.findall(r"\bHG?MMA\b", code)),
             relaxed=relaxed_arrivals(code),
+            ahead=exponentials_ahead(code),
         )
 
 

@@ -9,15 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.gpu.hopper import attention_forward as attention_forward_module
 from pallas_kernels.gpu.hopper import attention_forward_tiles, attention_forward_warpgroups
 from pallas_kernels.gpu.hopper.attention_forward import attention_forward
-from pallas_kernels.gpu.hopper.attention_forward_config import AttentionShape, ForwardConfig, heuristic
+from pallas_kernels.gpu.hopper.attention_forward_config import AttentionShape, ForwardConfig, candidates, heuristic
 from pallas_kernels.gpu.hopper.attention_forward_tiles import Tiles, deal
 from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, Bounds, SegmentIds
 from tests.attention import hopper_twin
-from tests.pallas_kernels.hopper.interpreter import interpreted
+from tests.mutants import mutant
+from tests.pallas_kernels.hopper.interpreter import interpreted, races_found
 
 SMALL = ForwardConfig(block_kv=64, programs=2, heads_per_section=1)
+EARLY = dataclasses.replace(SMALL, programs=1, query_buffers=2, early_turn=2, lazy_sum=True)
 
 
 @dataclasses.dataclass
@@ -65,6 +68,7 @@ CASES = {
     "statistics of capped scores": Case(
         (64, 72, 1, 1), Bounds(0, 0, 64, 72), statistics=True, soft_cap=2.0, scale=-0.1
     ),
+    "early turn, three tiles in turn": Case((384, 128, 1, 1), Bounds(0, 0, 384, 128), right=True, config=EARLY),
 }
 SLOW = {
     "nothing visible": Case((64, 64, 1, 1), Bounds(0, -100, 64, 64), right=True),
@@ -74,7 +78,34 @@ SLOW = {
         right=True,
         config=ForwardConfig(block_kv=64, warpgroups=3, shared_output=True, programs=0),
     ),
+    "early turn, three warpgroups": Case(
+        (392, 200, 1, 1),
+        Bounds(0, 0, 392, 200),
+        segments=True,
+        sinks=True,
+        config=dataclasses.replace(EARLY, warpgroups=3),
+    ),
+    "early turn, statistics": Case(
+        (256, 200, 1, 1),
+        Bounds(-70, 64, 250, 190),
+        True,
+        True,
+        statistics=True,
+        soft_cap=2.0,
+        config=dataclasses.replace(EARLY, query_buffers=1),
+    ),
+    "turn ahead of scores, one stage": Case(
+        (384, 256, 1, 1),
+        Bounds(0, 0, 384, 256),
+        right=True,
+        config=dataclasses.replace(SMALL, stages=1, warpgroups=3, early_turn=1),
+    ),
+    "lazy sum, two buffers": Case(
+        (384, 192, 1, 1), Bounds(0, 0, 384, 192), config=dataclasses.replace(EARLY, early_turn=0)
+    ),
 }
+# Two tiles of one block each, so that no buffer and no stage is used twice.
+TINY = Case((128, 64, 1, 1), Bounds(0, 0, 128, 64), config=dataclasses.replace(EARLY, warpgroups=1))
 
 
 def assert_like_the_twin(case: Case, kernel: Any = attention_forward) -> None:
@@ -115,6 +146,44 @@ def test_a_last_block_without_its_values_is_noticed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(attention_forward_warpgroups.Warpgroups, "_store", forgetful)
     with pytest.raises(AssertionError):
         assert_like_the_twin(CASES["causal, grouped"])
+
+
+def changed(*edits: tuple[str, str]) -> Any:
+    """The kernel, with other text in what its warpgroups do."""
+    wrong = mutant(attention_forward_warpgroups, *edits)
+    names = {name: getattr(wrong, name) for name in ("Softmax", "Warpgroups")}
+    return mutant(attention_forward_module, **names).attention_forward
+
+
+def test_a_lazy_sum_of_one_thread_is_noticed() -> None:
+    with pytest.raises(AssertionError):
+        assert_like_the_twin(TINY, changed(("return l.sum(axis=1) if", "return l[:, 0] if")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("T", "edit"),
+    [
+        # The turn after a tile's first block is passed on to a warpgroup that takes it for granted.
+        (128, ("        if ahead_of_values:\n            plgpu", "        if False:\n            plgpu")),
+        (192, ("i >= c.query_buffers", "i > c.query_buffers")),
+    ],
+    ids=("a turn", "a buffer of queries"),
+)
+def test_what_nobody_waits_for_is_noticed(T: int, edit: tuple[str, str]) -> None:
+    """The interpreter raises where a barrier goes on and nobody has seen it."""
+    case = dataclasses.replace(TINY, sizes=(T, 64, 1, 1), bounds=Bounds(0, 0, T, 64))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="phase"):
+        assert_like_the_twin(case, changed(edit))
+
+
+def test_tiles_that_share_a_buffer_of_queries_race() -> None:
+    """Found from the order of accesses alone, whatever comes out; with a buffer each there is no race."""
+    edits = [(f"{before}, memory.q.at[buffer]", f"{before}, memory.q.at[w]") for before in ("source", "memory")]
+    for kernel, races in ((changed(*edits), True), (attention_forward, False)):
+        with interpreted(detect_races=True):
+            jax.block_until_ready(kernel(*TINY.operands(), **TINY.options()))
+        assert races_found() == races
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -175,6 +244,13 @@ def test_many_tiles_are_left_to_the_hardware() -> None:
         ({"warpgroups": 4}, "`warpgroups`: expected 1, 2 or 3, got 4"),
         ({"programs": -1}, "`programs`: expected at least 0, got -1"),
         ({"heads_per_section": 0}, "`heads_per_section`: expected at least 1, got 0"),
+        ({"query_buffers": 3}, "`query_buffers`: expected 1, or 2 without `shared_output`, got 3"),
+        (
+            {"query_buffers": 2, "shared_output": True},
+            "`query_buffers`: expected 1, or 2 without `shared_output`, got 2",
+        ),
+        ({"early_turn": 3}, "`early_turn`: expected 0, 1, or 2 with several stages, got 3"),
+        ({"early_turn": 2, "stages": 1}, "`early_turn`: expected 0, 1, or 2 with several stages, got 2"),
     ],
 )
 def test_illegal_settings(settings: dict[str, int], message: str) -> None:
@@ -195,3 +271,21 @@ def test_the_heuristic_is_legal(H: int, statistics: bool) -> None:
     for T in (8, 1024, 32768):
         shape = AttentionShape(2, T, T, 8, 2, H, H)
         assert not heuristic(shape, statistics).refusals(shape, statistics)
+
+
+@pytest.mark.parametrize("H", [64, 128, 192, 256])
+def test_candidates(H: int) -> None:
+    """All are legal, and each setting of the loop is tried with the heuristic's order of work."""
+    for T in (1024, 2048, 4096):
+        shape = AttentionShape(4, T, T, 16, 16, H, H)
+        configs = list(candidates(shape))
+        first = configs[0]
+        assert first == heuristic(shape)
+        assert (first.query_buffers, first.early_turn, first.lazy_sum) == (1, 0, False)
+        assert len(set(configs)) == len(configs)
+        assert not any(config.refusals(shape) for config in configs)
+        alike = [config for config in configs if config.heads_per_section == first.heads_per_section]
+        loops = {(config.early_turn, config.lazy_sum) for config in alike}
+        assert loops == {(0, False), (1, False), (2, False), (2, True), *([(1, True)] if H <= 128 else [])}
+        assert (2 in {config.query_buffers for config in alike}) == (H <= 128)  # there is no room beyond
+        assert not any(config.refusals(shape, True) for config in candidates(shape, statistics=True))
