@@ -44,7 +44,7 @@ def test_the_explicit_scores_are_what_the_bound_rejects():
     assert temporary_bytes(reference_attention, 8192, 1, "float16", False) > 128 * MIB
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("backward", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_growth_is_linear_for_32_heads(backward):
     measure = functools.partial(temporary_bytes, heads=32, dtype="float16", backward=backward, is_causal=True)
     sizes = [measure(blockwise_attention, length) for length in (2048, 4096, 8192)]

@@ -12,16 +12,21 @@ import pytest
 from experiments import registry
 from flashspec.records import read_records
 
-# The promise is 30 s on a CPU with two cores. CPU time is what a busy machine does not stretch.
-CPU_SECONDS = 2 * 30
-TIMEOUT = 300
+# The promise is 30 s on two idle cores. CPU time is what waiting does not stretch; what does is a machine that shares
+# its cores, and so does it stretch the yardstick: Python that starts, and compiles one program.
+CPU_SECONDS, YARDSTICK_SECONDS = 2 * 30, 2.5
+YARDSTICK = "import jax, jax.numpy as jnp; jax.jit(lambda x: jnp.sort(x @ x))(jnp.ones((64, 64))).block_until_ready()"
+TIMEOUT = 600
 # 12 to 30 s of CPU time each, over code that other smoke runs or tests of their own go through.
 HEAVY = (
     "attention_end_to_end",
     "blockwise_memory",
     "decode_roofline",
+    "graph_replay",
     "large_pair",
     "loop_overhead",
+    "shape_buckets",
+    "speculative",
     "speculative_load",
     "train_pair",
     "tune_attention",
@@ -34,6 +39,13 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def allowed_seconds() -> float:
+    """`CPU_SECONDS`, and more in proportion on a machine that is slower now than two idle cores."""
+    before = cpu_seconds()
+    subprocess.run([sys.executable, "-c", YARDSTICK], check=True, timeout=TIMEOUT)
+    return CPU_SECONDS * max(1.0, (cpu_seconds() - before) / YARDSTICK_SECONDS)
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in HEAVY else name for name in registry.discover()]
 )
@@ -43,7 +55,8 @@ def test_smoke(name: str, tmp_path: Path) -> None:
     before = cpu_seconds()
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT, env=plain)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert cpu_seconds() - before < CPU_SECONDS
+    used = cpu_seconds() - before
+    assert used < CPU_SECONDS or used < allowed_seconds()
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["finished"]
     assert report["experiment"] == name

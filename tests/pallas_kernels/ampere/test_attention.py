@@ -188,7 +188,7 @@ BACKWARDS: dict[str, tuple[Case, BackwardConfig, bool, bool]] = {  # case, confi
 }
 
 
-@pytest.mark.parametrize("call", parameters(BACKWARDS, ("halves, queries", "one warpgroup", "deterministic")))
+@pytest.mark.parametrize("call", parameters(BACKWARDS, ("halves, queries", "deterministic")))
 def test_backward(call: tuple[Case, BackwardConfig, bool, bool]) -> None:
     case, config, deterministic, static = call
     assert max(errors(case, config, deterministic=deterministic, static=static)) < TOLERANCE

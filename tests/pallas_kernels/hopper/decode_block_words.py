@@ -1,14 +1,17 @@
 """What the programs of the decoder step tell each other, interpreted: words that count, and rows written one by one.
 
-Programs run one after the other here, so that a look at a word that says no would wait for ever: it is an error.
+Programs run one after the other, each phase in a launch of its own: a look at a word that says no would wait for ever,
+and is an error. Or all run side by side, as a cluster does in the interpreter, and wait for each other as on a GPU.
 """
 
 import contextlib
 import functools
 import inspect
+import sys
 import threading
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -16,18 +19,44 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import callback
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.hopper.decode_block_grid import DONE, LOOKS
 from tests.pallas_kernels.hopper.interpreter import _reader, _resolved, interpreted
 
 ONE_AT_A_TIME = threading.Lock()
+PATIENCE = 0.0  # seconds that a warpgroup waits for a word
+
+
+class Waiting(NamedTuple):
+    """What a warpgroup goes on waiting for."""
+
+    what: str
 
 
 @contextlib.contextmanager
-def words_interpreted() -> Iterator[None]:
-    """`interpreted`, with what this kernel needs besides."""
-    with interpreted(), mock.patch.object(jaxpr_interpret.JaxprInterpreter, "_interpret_inline_mgpu_p", _inline):
+def words_interpreted(patience: float | None = None) -> Iterator[None]:
+    """`interpreted`, with what this kernel needs besides.
+
+    Args:
+      patience: None for programs one after the other; for all side by side, how many seconds one waits for a word.
+        Each takes four threads, of which there are some twelve.
+    """
+    interpreter = jaxpr_interpret.JaxprInterpreter
+    with (
+        interpreted(),
+        mock.patch.object(interpreter, "_interpret_inline_mgpu_p", _inline),
+        mock.patch.object(sys.modules[__name__], "PATIENCE", patience or 0.0),
+        mock.patch.object(plgpu, "kernel", plgpu.kernel if patience is None else _as_a_cluster(plgpu.kernel)),
+    ):
         yield
+
+
+def _as_a_cluster(kernel: Any) -> Any:
+    def of_a_cluster(body: Any, *, grid: tuple[int, ...], grid_names: tuple[str, ...], **options: Any) -> Any:
+        return kernel(body, cluster=grid, cluster_names=grid_names, **options)
+
+    return of_a_cluster
 
 
 class _Buffer:
@@ -69,9 +98,14 @@ def _run(function: Any, results: int, token: Any, thread: Any, operands: list[An
     needed = inspect.signature(interpretation).parameters.values()
     around = inspect.getclosurevars(inspect.unwrap(function)).nonlocals
     static = {each.name: around[each.name] for each in needed if each.kind is each.KEYWORD_ONLY}
-    with ONE_AT_A_TIME:
-        found = interpretation(_Buffer(ref, thread), *map(np.asarray, values), **static)
-    return token, *(np.int32(found) for _ in range(results))
+    until = time.monotonic() + PATIENCE
+    while True:
+        with ONE_AT_A_TIME:
+            found = interpretation(_Buffer(ref, thread), *map(np.asarray, values), **static)
+        if not isinstance(found, Waiting):
+            return token, *(np.int32(found) for _ in range(results))
+        assert time.monotonic() < until, found.what
+        time.sleep(0.01)
 
 
 def _arrive(word: _Buffer, halves: Any) -> bool:
@@ -84,15 +118,18 @@ def _tell(word: _Buffer) -> None:
     word.write(word.read() + DONE)
 
 
-def _look(words: _Buffer, block: Any, most: Any, done: Any, *, split: Any, columns: int) -> int:
+def _look(words: _Buffer, block: Any, most: Any, done: Any, *, split: Any, columns: int) -> Any:
     ahead = (block + np.arange(LOOKS)) % split.blocks
     there = words.read()[ahead * split.block_inputs // columns] >= done
-    assert there[0], "rows are looked for that never come"
-    return min(int(np.argmin([*there, False])), int(most))
+    return (
+        min(int(np.argmin([*there, False])), int(most)) if there[0] else Waiting("rows are looked for that never come")
+    )
 
 
-def _wait_for_parts(word: _Buffer, count: Any) -> None:
-    assert word.read() == count, "parts are waited for that never come, or come too soon"
+def _wait_for_parts(word: _Buffer, count: Any) -> Any:
+    found = word.read()
+    assert found <= count, "parts come too soon"
+    return None if found == count else Waiting("parts are waited for that never come")
 
 
 def _scatter(ref: _Buffer, x: Any, *numbers: Any, column: Any) -> None:
