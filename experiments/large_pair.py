@@ -128,15 +128,32 @@ def decode(job: Job, configs: dict[str, models.DecoderConfig], loaded: dict[str,
         built = build_all(program_builders(pair, drafts, batches[0], SAMPLING, "chain", args.max_new_tokens))
     programs = Programs(*built.values())
     parts = round_costs.parts(loops)[args.draft_length]
-    report_steps(job, parts, configs["target"], shape)
+    over_bound = report_steps(job, parts, configs["target"], shape)
     rows = []
     for acceptance in acceptances:
         programs.speculative.constants = (pair.target_params, drafter_of(pair, acceptance))  # the same program
         timings = time_decoding(programs, batches, SAMPLING, job.seed, exact, args.repeats)
         rows.append(compare(job, timings, parts, acceptance))
-    columns = ["acceptance", "tokens a round", "speed-up", "by eq. 33.15", "apart", "plain, ms", "speculative, ms"]
+    columns = [
+        "acceptance",
+        "tokens a round",
+        "speed-up",
+        "by eq. 33.15",
+        "apart",
+        "plain, ms",
+        "a round, ms",
+        "its parts, ms",
+    ]
     models_of = "tiny models" if job.smoke else f"{args.target} with {args.draft}"
     job.table("speedup", f"{models_of}, D = {args.draft_length}, B = 1", columns, rows)
+    speedups = [row[2] for row in rows if row[2] is not None]
+    if speedups:
+        job.reaches(
+            "a large model and its draft",
+            f"{models_of}: a step in {over_bound:.2f} of the time of its bytes; {min(speedups):.2f} to "
+            f"{max(speedups):.2f} times as fast with {args.draft_length} drafts at acceptances of "
+            f"{min(acceptances)} to {max(acceptances)}",
+        )
 
 
 def fused_by(job: Job) -> str | None:
@@ -168,8 +185,8 @@ def agree(model: LanguageModel, params: Params) -> bool:
     return bool(np.abs(one - other).max() < 0.1 * np.abs(other).max())
 
 
-def report_steps(job: Job, parts: costs.RoundCosts, config: models.DecoderConfig, shape: round_costs.Shape) -> None:
-    """Forwards over one token and several, with what they are held to."""
+def report_steps(job: Job, parts: costs.RoundCosts, config: models.DecoderConfig, shape: round_costs.Shape) -> float:
+    """Forwards over one token and several, with what they are held to; one token's time over that of its bytes."""
     step, verify = float(parts.target_step), parts.verify
     assert isinstance(verify, Mapping)
     rate = read_rate(job.smoke)
@@ -185,6 +202,7 @@ def report_steps(job: Job, parts: costs.RoundCosts, config: models.DecoderConfig
         for length, bar in VERIFY_BARS.items():
             over = verify[length] / step
             job.goal(f"verifying {length + 1} tokens costs {over:.3f} of one, {bar} allowed", over <= bar)
+    return step / bound
 
 
 def random_prompt(job: Job, vocab_size: int, draft_length: int) -> Prompts:
@@ -208,7 +226,7 @@ def compare(job: Job, timings: Timings, parts: costs.RoundCosts, acceptance: flo
     plain, fast = timings.plain.tpot_s or 0.0, timings.speculative.tpot_s or 0.0
     if min(plain, fast) <= 0:
         job.say(f"acceptance {acceptance}: the tokens after the first took no time that the clock can tell")
-        return [acceptance, emitted / rounds, None, None, None, None, None]
+        return [acceptance, emitted / rounds, *[None] * 6]
     # What this run reached, so that the prediction is of times alone.
     per_round = emitted / rounds
     seconds = costs.estimate_round(acceptance, length, parts).round_time
@@ -219,5 +237,8 @@ def compare(job: Job, timings: Timings, parts: costs.RoundCosts, acceptance: flo
             f"acceptance {acceptance}: speed-up {measured:.2f}, {apart:+.1%} of eq. 33.15", abs(apart) <= SPEEDUP_BAR
         )
     values = {"tokens_per_round": per_round, "speedup": measured, "predicted": predicted}
+    found = {"c_t": parts.target_step, "c_d": parts.draft_step, "c_v": parts.verify_at(length), "c_m": parts.overhead}
+    values |= {name: float(each) for name, each in found.items()}
     job.record(f"acceptance {acceptance}", settings={"draft_length": length}, clock=HOST, check="agrees", values=values)
-    return [acceptance, per_round, measured, predicted, f"{apart:+.1%}", 1e3 * plain, 1e3 * fast]
+    times = plain, fast * per_round, seconds
+    return [acceptance, per_round, measured, predicted, f"{apart:+.1%}", *(1e3 * float(each) for each in times)]

@@ -100,19 +100,21 @@ def filled(model, lengths, capacity):
 
 
 @pytest.mark.parametrize(
-    ("family", "head_dim", "lengths", "tokens"),
+    ("family", "layers", "head_dim", "lengths", "tokens"),
     [
-        ("llama", 128, [1000, 77], 1),
-        ("llama", 128, [1021, 3], 5),
-        ("llama", 128, [0, 63, 64, 65, 700, 1023, 1100, 1500], 1),  # programs with blocks of several rows
-        ("qwen2", 64, [2000, 1], 1),
-        ("qwen3", 128, [120, 60], 7),
-        ("llama", 64, [15 * i for i in range(16)], 1),
-        ("llama", 128, [300, 5], 8),
+        ("llama", 3, 128, [1000, 77], 1),
+        ("llama", 7, 128, [1021, 3], 5),  # in launches of three and of four
+        ("llama", 3, 128, [0, 63, 64, 65, 700, 1023, 1100, 1500], 1),  # programs with blocks of several rows
+        ("qwen2", 3, 64, [2000, 1], 1),
+        ("qwen3", 8, 128, [120, 60], 7),  # fewer blocks than programs
+        ("llama", 3, 64, [15 * i for i in range(16)], 1),
+        ("llama", 3, 128, [300, 5], 8),
+        ("qwen3", 9, 128, [1024], 1),
+        ("llama", 1, 128, [3], 2),
     ],
 )
-def test_layers_with_attention_are_as_near_to_float32_as_the_decoder(family, head_dim, lengths, tokens):
-    config = models.DecoderConfig(family, 512, C, F, 3, 16, 4, head_dim)
+def test_layers_with_attention_are_as_near_to_float32_as_the_decoder(family, layers, head_dim, lengths, tokens):
+    config = models.DecoderConfig(family, 512, C, F, layers, 16, 4, head_dim)
     params, capacity, widest = random_params(config), 2048, jnp.float32
     new = jax.random.randint(jax.random.key(1), (len(lengths), tokens), 0, 512)
 

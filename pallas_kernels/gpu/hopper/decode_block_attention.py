@@ -35,9 +35,9 @@ TASK = rows_layout(TASK_COLUMNS)
 
 
 def rows_of_a_word(p: Program) -> tuple[int, int]:
-    """Columns of the attended rows that one word of the merge stands for, and its value once they are there."""
+    """Columns of the attended rows that one word of the merge stands for, and how many tasks a layer count there."""
     _, G, H = p.plan.shape.heads
-    return G * H, math.prod(tasks_of_a_head(p.plan)) * grid.DONE
+    return G * H, math.prod(tasks_of_a_head(p.plan))
 
 
 # Copying.
@@ -282,7 +282,7 @@ def _merge(p: Program, run: Run, task: Array) -> None:
     column = (k * G + packed - token * G) * H + columns
     target = p.out.rows["merge"]
     scatter(target, output.astype(target.dtype), row, column=column)
-    grid.tell(p.words("merge").at[k])
+    grid.tell(p.words("merge").at[k], 1)
 
 
 def _coordinates(index: Array, sizes: tuple[int, ...]) -> list[Array]:

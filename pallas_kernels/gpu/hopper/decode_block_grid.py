@@ -74,15 +74,15 @@ def arrive(word: Any, parts: Array, turn: Array) -> Array:
     return arrive_at(word, turn * (halves + DONE) + halves)
 
 
-def tell(word: Any) -> None:
-    """Say that the small work of a set is done, after everything that this warpgroup has written."""
+def tell(word: Any, amount: int = DONE) -> None:
+    """Say that some work is done, that of a set by default, after everything that this warpgroup has written."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def tell_all(_: Any, word: Any) -> None:
         # What was written by stores will be read by copies, which are ordered with stores by this fence alone.
         mgpu.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
         mgpu.warpgroup_barrier()
-        mgpu.SemaphoreRef(mgpu.memref_ptr(word)).signal(DONE, memory_scope="gpu")
+        mgpu.SemaphoreRef(mgpu.memref_ptr(word)).signal(amount, memory_scope="gpu")
 
     tell_all(word)
 

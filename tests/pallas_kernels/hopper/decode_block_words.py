@@ -21,7 +21,7 @@ from jax._src import callback
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gpu.hopper.decode_block_grid import DONE, LOOKS
+from pallas_kernels.gpu.hopper.decode_block_grid import LOOKS
 from tests.pallas_kernels.hopper.interpreter import _reader, _resolved, interpreted
 
 ONE_AT_A_TIME = threading.Lock()
@@ -114,8 +114,8 @@ def _arrive(word: _Buffer, halves: Any) -> bool:
     return bool(count == halves)
 
 
-def _tell(word: _Buffer) -> None:
-    word.write(word.read() + DONE)
+def _tell(word: _Buffer, *, amount: int) -> None:
+    word.write(word.read() + amount)
 
 
 def _look(words: _Buffer, block: Any, most: Any, done: Any, *, split: Any, columns: int) -> Any:
@@ -128,7 +128,7 @@ def _look(words: _Buffer, block: Any, most: Any, done: Any, *, split: Any, colum
 
 def _wait_for_parts(word: _Buffer, count: Any) -> Any:
     found = word.read()
-    assert found <= count, "parts come too soon"
+    assert found <= count, "parts are waited for that never come: there are more"
     return None if found == count else Waiting("parts are waited for that never come")
 
 

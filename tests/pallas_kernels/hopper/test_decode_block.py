@@ -339,8 +339,8 @@ def test_wrong_attention_is_noticed(place: ModuleType, old: str, new: str) -> No
         (stream, "div), run.turn)", "div), jnp.int32(0))", ATTENDING["one token"], "rows are looked"),
         (
             attention,
-            'tell(p.words("merge").at[k])',
-            'tell(p.words("merge").at[0])',
+            'tell(p.words("merge").at[k], 1)',
+            'tell(p.words("merge").at[0], 1)',
             ATTENDING["one token"],
             "rows are looked",
         ),
