@@ -14,7 +14,7 @@ from experiments import hugging_face, round_costs
 from experiments.bandwidth_bound import read_rate, step_bytes
 from experiments.compilation import build_all
 from experiments.harness import Job
-from experiments.large_pair import FUSED_HELP, agree, fused_by, random_prompt
+from experiments.large_pair import FUSED_HELP, SLOTS, agree, fused_by, random_prompt
 from experiments.pairs import Pair
 from experiments.programs import Programs, program_builders, time_decoding
 from experiments.round_costs import Loop
@@ -49,7 +49,6 @@ PLAIN = 1  # tokens of a forward of plain decoding
 PLAIN_FORM, FUSED_FORM, SCAN_FORM = "layers one by one", "fused layers", "a scan over layers"
 PARTS = ("forwards", "speculation", "hugging_face")
 GREEDY = SamplingParams(temperature=0.0, top_k=None, top_p=None)
-SLOTS = 128  # of a cache that the fused layers take
 JUDGED = 64  # positions of the prompt whose logits Hugging Face's have to agree with
 
 
@@ -227,7 +226,7 @@ def fused_model(job: Job, config: models.DecoderConfig, shapes: tuple[tuple[int,
     if reasons:
         job.say(f"{FUSED_FORM}: not here: {'; '.join(reasons)}")
         return None
-    return models.as_language_model(config, jnp.bfloat16, decode_block="xla" if job.smoke else "hopper")
+    return models.as_language_model(config, jnp.bfloat16, decode_block=fused_by(job))
 
 
 def report_fused(job: Job, plain: Mapping[tuple[int, int], Forward], found: Mapping[tuple[int, int], Forward]) -> None:
@@ -259,7 +258,9 @@ def speculation(job: Job, own: Mapping[str, Params], exact: Checked) -> None:
     """Measured speed-up beside eq. 33.15 with measured costs, for every acceptance and draft length."""
     args = job.args
     acceptances = args.acceptance or ACCEPTANCES
-    pair = ruled_pair({role: _config(job, role) for role in own}, own, acceptances[0], fused_by(job))
+    pair = ruled_pair(
+        {role: _config(job, role) for role in own}, own, acceptances[0], fused_by(job) if args.fused else None
+    )
     lengths = args.draft_length or DRAFT_LENGTHS
     batches = [random_prompt(job, pair.config.vocab_size, max(lengths))]
     few = {"steps": 2, "repeats": 1} if job.smoke else {}
@@ -304,8 +305,8 @@ def _compare(job: Job, timings: Any, parts: costs.RoundCosts, acceptance: float,
     measured = times[0] / times[1] if all(times) else None
     found = Speedup(accepted / tested, emitted / rounds, float(estimate.expected_tokens), measured, predicted)
     settings = {"acceptance": acceptance, "draft_length": length}
-    values = {**found._asdict(), "c_t": parts.target_step, "c_d": parts.draft_step, "c_m": parts.overhead}
-    values |= {"c_v": parts.verify_at(length), "plain_s": times[0], "speculative_s": times[1]}
+    values = {**found._asdict(), **round_costs.symbols(parts, length)}
+    values |= {"plain_s": times[0], "speculative_s": times[1]}
     job.record("speed-up", settings=settings, clock=HOST, check="agrees", values=values)
     return found
 

@@ -32,6 +32,7 @@ TIME = "6 minutes on an H200"
 
 LOAD_BAR, PLAIN_BAR, VERIFY_BARS, SPEEDUP_BAR = 2e9, 1.18, {4: 1.05, 8: 1.08}, 0.05
 HOST_ALLOWANCE = 1_000_000_000
+SLOTS = 128  # of a cache that the fused layers take
 FUSED_HELP = "decode some layers by one kernel (decode_block), both models; in a smoke run by its twin"
 
 
@@ -112,7 +113,7 @@ def fingerprint(params: Params) -> list[int]:
 def decode(job: Job, configs: dict[str, models.DecoderConfig], loaded: dict[str, Params]) -> None:
     """Plain and speculative decoding at each acceptance, against the read rate and against eq. 33.15."""
     args, vocab_size = job.args, configs["target"].vocab_size
-    decode_block = fused_by(job)
+    decode_block = fused_by(job) if args.fused else None
     target = models.as_language_model(configs["target"], jnp.bfloat16, decode_block=decode_block)
     exact = checked("five tokens verified together are as one by one", lambda: agree(target, loaded["target"]))
     if not job.claim(exact.what, exact.passed):
@@ -156,10 +157,8 @@ def decode(job: Job, configs: dict[str, models.DecoderConfig], loaded: dict[str,
         )
 
 
-def fused_by(job: Job) -> str | None:
-    """Who computes the fused step where it is asked for."""
-    if not job.args.fused:
-        return None
+def fused_by(job: Job) -> str:
+    """Who computes a fused step: the kernel, or in a smoke run its twin."""
     return "xla" if job.smoke else "hopper"
 
 
@@ -167,7 +166,7 @@ def agree(model: LanguageModel, params: Params) -> bool:
     """Whether the logits of five new tokens in one forward are those of five forwards, to bfloat16's rounding."""
     tokens = jax.random.randint(jax.random.key(1), (1, 21), 0, model.vocab_size)
     assert model.prefill is not None
-    empty, count = model.init_cache(1, 128), jnp.array([16], jnp.int32)
+    empty, count = model.init_cache(1, SLOTS), jnp.array([16], jnp.int32)
     built = build_all(
         {
             "fill": functools.partial(compile_call, model.prefill, params, tokens[:, :16], count, empty),
@@ -237,8 +236,7 @@ def compare(job: Job, timings: Timings, parts: costs.RoundCosts, acceptance: flo
             f"acceptance {acceptance}: speed-up {measured:.2f}, {apart:+.1%} of eq. 33.15", abs(apart) <= SPEEDUP_BAR
         )
     values = {"tokens_per_round": per_round, "speedup": measured, "predicted": predicted}
-    found = {"c_t": parts.target_step, "c_d": parts.draft_step, "c_v": parts.verify_at(length), "c_m": parts.overhead}
-    values |= {name: float(each) for name, each in found.items()}
+    values |= round_costs.symbols(parts, length)
     job.record(f"acceptance {acceptance}", settings={"draft_length": length}, clock=HOST, check="agrees", values=values)
     times = plain, fast * per_round, seconds
     return [acceptance, per_round, measured, predicted, f"{apart:+.1%}", *(1e3 * float(each) for each in times)]

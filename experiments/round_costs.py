@@ -217,6 +217,12 @@ def parts(loops: Mapping[tuple[str, int], Loop]) -> dict[int, RoundCosts]:
     }
 
 
+def symbols(parts: RoundCosts, draft_length: int) -> dict[str, float]:
+    """c_t, c_d, c_v(D) and c_m, for a record."""
+    each = {"c_t": parts.target_step, "c_d": parts.draft_step, "c_v": parts.verify_at(draft_length)}
+    return {name: float(seconds) for name, seconds in (each | {"c_m": parts.overhead}).items()}
+
+
 def measure_costs(
     target: LanguageModel, params: Params, drafter: Any, draft_length: int, sampling: SamplingParams, shape: Shape
 ) -> Costs:

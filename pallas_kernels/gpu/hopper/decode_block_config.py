@@ -201,6 +201,10 @@ class BlockPlan:
         """
         return sum(split.share[1] for split in self.splits[:number] if split) % self.config.programs
 
+    def is_given(self, number: int) -> bool:
+        """Whether what a phase multiplies is given with the call, and not made by a phase before."""
+        return self.attention is None and number == 0
+
     def added_before(self, number: int) -> bool:
         """Whether something is added to the residual stream within the call before a phase, or is by a call before."""
         return self.attention is not None or any(name in ADDING for name in self.phases[:number])

@@ -75,7 +75,7 @@ def copy_rows(p: Program) -> None:
             return
 
         def one(index: Array, there: Array) -> Array:
-            if p.plan.attention is not None or run.number:
+            if not p.plan.is_given(run.number):
                 there = lax.cond(index < there, lambda: there, lambda: index + _look(p, run, index, end - index))
             p.wait_until_free(index)
             _copy_some_rows(p, run, index)
@@ -100,8 +100,7 @@ def _copy_some_rows(p: Program, run: Run, index: Array) -> None:
     split, stage = p.split(run.number), rem(index, p.plan.config.stages)
     unit, size = run.begin + index - run.done, split.block_inputs
     inputs = pl.multiple_of(rem(unit, split.blocks) * size, size)
-    given = p.plan.attention is None and run.number == 0
-    source = p.ops.x if given else p.out.rows[BEFORE[p.plan.phases[run.number]]]
+    source = p.ops.x if p.plan.is_given(run.number) else p.out.rows[BEFORE[p.plan.phases[run.number]]]
     for first in range(0, p.plan.padded, ROWS_MULTIPLE):
         # Past the last row the copy fills in zeros; jax refuses that of a start that it knows.
         rows = pl.ds(p.program * 0 + first, ROWS_MULTIPLE)
