@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from experiments.compilation import build_all
 from experiments.harness import Job
 from experiments.large_pair import FUSED_HELP, SLOTS, agree, fused_by, random_prompt
 from experiments.pairs import Pair
-from experiments.programs import Programs, program_builders, time_decoding
+from experiments.programs import Programs, Timings, later_tokens_per_round, program_builders, time_decoding
 from experiments.round_costs import Loop
 from experiments.ruled_models import (
     SAMPLING,
@@ -280,16 +280,23 @@ def speculation(job: Job, own: Mapping[str, Params], exact: Checked) -> None:
 
 
 class Speedup(NamedTuple):
-    """Of one acceptance and draft length; `expected` is E[N] of a round that no budget cuts short."""
+    """Of one acceptance and draft length; `expected` is E[N] of a round that no budget cuts short.
+
+    The speed-ups are of the rounds after the first, which the time to the first token holds; None where there are none.
+    """
 
     acceptance: float
     tokens_per_round: float
     expected: float
     measured: float | None
-    predicted: float
+    predicted: float | None
+
+    @property
+    def apart(self) -> float | None:
+        return None if self.measured is None or self.predicted is None else self.measured / self.predicted - 1
 
 
-def _compare(job: Job, timings: Any, parts: costs.RoundCosts, acceptance: float, length: int) -> Speedup:
+def _compare(job: Job, timings: Timings, parts: costs.RoundCosts, acceptance: float, length: int) -> Speedup:
     info = timings.outcomes[0].info
     emitted, rounds, accepted, tested = (
         int(np.asarray(counts).sum()) for counts in (info.emitted, info.rounds, info.accepted, info.tested)
@@ -299,14 +306,14 @@ def _compare(job: Job, timings: Any, parts: costs.RoundCosts, acceptance: float,
         accepted_as_set(accepted, tested, acceptance),
     )
     # Tokens a round are those of this run: its draws and its budget are not what eq. 33.15 is asked about.
-    estimate = costs.estimate_round(acceptance, length, parts)
-    predicted = float(parts.target_step * (emitted / rounds) / estimate.round_time)
-    times = timings.plain.tpot_s, timings.speculative.tpot_s
-    measured = times[0] / times[1] if all(times) else None
+    estimate, later = costs.estimate_round(acceptance, length, parts), later_tokens_per_round(info)
+    predicted = None if later is None else float(parts.target_step * later / estimate.round_time)
+    plain, fast = timings.plain.tpot_s, timings.speculative.tpot_s
+    measured = None if plain is None or fast is None or later is None else plain / fast
     found = Speedup(accepted / tested, emitted / rounds, float(estimate.expected_tokens), measured, predicted)
     settings = {"acceptance": acceptance, "draft_length": length}
     values = {**found._asdict(), **round_costs.symbols(parts, length)}
-    values |= {"plain_s": times[0], "speculative_s": times[1]}
+    values |= {"plain_s": plain, "speculative_s": fast, "later_tokens_per_round": later}
     job.record("speed-up", settings=settings, clock=HOST, check="agrees", values=values)
     return found
 
@@ -315,7 +322,7 @@ def _report(job: Job, found: dict[float, dict[int, Speedup]]) -> None:
     rows = []
     for acceptance, by_length in found.items():
         for length, each in by_length.items():
-            apart = None if each.measured is None else each.measured / each.predicted - 1
+            apart = each.apart
             if apart is not None and not job.smoke:
                 text = f"acceptance {acceptance}, D = {length}: speed-up {each.measured:.2f}, {apart:+.1%} of eq. 33.15"
                 job.goal(text, abs(apart) <= SPEEDUP_BAR)
@@ -327,8 +334,8 @@ def _report(job: Job, found: dict[float, dict[int, Speedup]]) -> None:
     job.table("speedup", f"{names}, B = 1", columns, rows)
     with job.figure("speedup", "Speed-up, measured (points) and by eq. 33.15 (lines)") as axes:
         for acceptance, by_length in found.items():
-            line = axes.plot(list(by_length), [each.predicted for each in by_length.values()])[0]
-            measured = [np.nan if each.measured is None else each.measured for each in by_length.values()]
+            line = axes.plot(list(by_length), [each.predicted or np.nan for each in by_length.values()])[0]
+            measured = [each.measured or np.nan for each in by_length.values()]
             axes.plot(list(by_length), measured, "o", color=line.get_color(), label=f"acceptance {acceptance}")
         axes.set(xlabel="draft length D", ylabel="speed-up over plain decoding")
         axes.legend()

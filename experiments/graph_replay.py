@@ -16,13 +16,12 @@ from experiments.decode_loops import Decoder, by_host, by_shape, by_value, count
 from experiments.harness import Job
 from experiments.pairs import bundled_prompts, load_pair
 from flashspec.measure import HOST, Call, Checked, Interleaved, checked, compile_call, interleaved
+from flashspec.recording import RECORDED
 
 QUESTION = "What do compilation and recorded command buffers each save of a decode step, and what breaks a recording?"
 NEEDS = "a GPU for command buffers and device time; the rest runs on a CPU"
 TIME = "2 minutes on 2 CPU cores, 1 on an H200"
 
-# What XLA may record into a command buffer, loops and branches included; by default it leaves those out.
-RECORDED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE,CONDITIONAL"
 NEVER = np.int32(-1)  # the stop token of a loop that shall not stop
 BUFFERS: Mapping[str, dict[str, str]] = {
     "default": {},

@@ -18,7 +18,7 @@ from experiments.bandwidth_bound import read_rate, step_bytes
 from experiments.compilation import build_all
 from experiments.harness import Job
 from experiments.host_memory import AnonymousPeak
-from experiments.programs import Programs, Prompts, Timings, program_builders, time_decoding
+from experiments.programs import Programs, Prompts, Timings, later_tokens_per_round, program_builders, time_decoding
 from experiments.ruled_models import SAMPLING, SMOKE, accepted_as_set, drafter_of, random_params, ruled_pair
 from flashspec import costs, models
 from flashspec.checks import at_least, fail
@@ -222,21 +222,21 @@ def compare(job: Job, timings: Timings, parts: costs.RoundCosts, acceptance: flo
         f"acceptance {accepted / tested:.3f} of {tested} drafts, {acceptance} set",
         accepted_as_set(accepted, tested, acceptance),
     )
-    plain, fast = timings.plain.tpot_s or 0.0, timings.speculative.tpot_s or 0.0
-    if min(plain, fast) <= 0:
-        job.say(f"acceptance {acceptance}: the tokens after the first took no time that the clock can tell")
-        return [acceptance, emitted / rounds, *[None] * 6]
+    per_round, later = emitted / rounds, later_tokens_per_round(outcome.info)
+    plain, fast = timings.plain.tpot_s, timings.speculative.tpot_s
+    if plain is None or fast is None or later is None:
+        job.say(f"acceptance {acceptance}: what came after the first round took no time that the clock can tell")
+        return [acceptance, per_round, *[None] * 6]
     # What this run reached, so that the prediction is of times alone.
-    per_round = emitted / rounds
     seconds = costs.estimate_round(acceptance, length, parts).round_time
-    measured, predicted = plain / fast, float(plain * per_round / seconds)
+    measured, predicted = plain / fast, float(plain * later / seconds)
     apart = measured / predicted - 1
     if not job.smoke:
         job.goal(
             f"acceptance {acceptance}: speed-up {measured:.2f}, {apart:+.1%} of eq. 33.15", abs(apart) <= SPEEDUP_BAR
         )
-    values = {"tokens_per_round": per_round, "speedup": measured, "predicted": predicted}
-    values |= round_costs.symbols(parts, length)
+    values = {"tokens_per_round": per_round, "later_tokens_per_round": later}
+    values |= {"speedup": measured, "predicted": predicted, **round_costs.symbols(parts, length)}
     job.record(f"acceptance {acceptance}", settings={"draft_length": length}, clock=HOST, check="agrees", values=values)
-    times = plain, fast * per_round, seconds
+    times = plain, fast * later, seconds
     return [acceptance, per_round, measured, predicted, f"{apart:+.1%}", *(1e3 * float(each) for each in times)]

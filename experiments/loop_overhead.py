@@ -64,7 +64,7 @@ def run(job: Job) -> None:
             job.claim(f"{case.name}: the overhead is under {BAR:.0%}", parts.overhead(args.draft_length) < BAR)
     shares = ", ".join(f"{name} at B = {batch} {overhead}" for name, batch, *_, overhead in rows)
     job.reaches("the compiled loop", f"share of a round outside of the models at D = {args.draft_length}: {shares}")
-    columns = ["pair", "B", "c_d, ms", "c_v, ms", "c_m of free models, ms", "round, ms", "predicate reads", "overhead"]
+    columns = ["pair", "B", "c_d, ms", "c_v, ms", "c_m of free models, ms", "round, ms", "predicates", "overhead"]
     job.table("overhead", f"(round - (D + 1) c_d - c_v) / round at D = {args.draft_length}", columns, rows)
 
 
@@ -75,7 +75,7 @@ def row_of(case: Case, parts: Costs, draft_length: int) -> list[Any]:
         case.name,
         case.batch,
         *(1e3 * seconds for seconds in times),
-        parts.predicate_reads,
+        parts.predicates,
         f"{parts.overhead(draft_length):.1%}",
     ]
 

@@ -13,6 +13,7 @@ from jax import Array
 from experiments.pairs import Pair
 from flashspec.generate import generate
 from flashspec.measure import HOST, Call, Checked, Interleaved, compile_call, interleaved
+from flashspec.recording import loop_compiler_options
 from flashspec.sampling import SamplingParams
 from flashspec.speculative import Totals
 
@@ -42,7 +43,10 @@ class Outcome(NamedTuple):
 
 
 class Program:
-    """One way of decoding, compiled once for the shape of the prompts; sampling and stop tokens are operands."""
+    """One way of decoding, compiled once for the shape of the prompts; sampling and stop tokens are operands.
+
+    The program around `generate` is ours, so that its loop is recorded here, as `generate` does it by itself.
+    """
 
     def __init__(
         self, pair: Pair, draft_length: int, rule: str, max_new_tokens: int, example: Prompts, sampling: SamplingParams
@@ -66,7 +70,7 @@ class Program:
             return Outcome(generation.tokens, generation.lengths, generation.info)
 
         operands = (jax.random.key(0), self.constants, example, _arrays(sampling), self._stops(False))
-        self.call: Call = compile_call(decode, *operands)
+        self.call: Call = compile_call(decode, *operands, compiler_options=loop_compiler_options())
 
     @property
     def compile_s(self) -> float:
@@ -159,6 +163,22 @@ class Timings(NamedTuple):
 def later_token_seconds(total: float, first: float, later: int) -> float | None:
     """(total - first) / later; None without later tokens, and where the noise of few short calls hides them."""
     return (total - first) / later if later and total > first else None
+
+
+def later_tokens_per_round(info: Totals) -> float | None:
+    """(emitted - 1) / (rounds - 1) of one row: times `Speed.tpot_s` it is the time of a round.
+
+    The time to the first token holds one whole round, and of its tokens only the first. So the time that is left is of
+    rounds - 1 rounds, and `Speed.tpot_s` divides it by emitted - 1 tokens.
+
+    Args:
+      info: with counts [1].
+
+    Returns:
+      The tokens; None where one round was all.
+    """
+    emitted, rounds = (np.asarray(count).item() for count in (info.emitted, info.rounds))
+    return (emitted - 1) / (rounds - 1) if rounds > 1 else None
 
 
 def time_decoding(

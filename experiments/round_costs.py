@@ -1,4 +1,7 @@
-"""What the parts of a speculative round cost, each timed as a compiled loop of its own: the symbols of eq. 33.15."""
+"""What the parts of a speculative round cost, each timed as a compiled loop of its own: the symbols of eq. 33.15.
+
+The loops are compiled as that of `generate` is, so that what they cost adds up to what it takes.
+"""
 
 import dataclasses
 import re
@@ -14,8 +17,9 @@ from experiments.pairs import Pair
 from flashspec.costs import RoundCosts
 from flashspec.language_model import Cache, LanguageModel, Params
 from flashspec.measure import HOST, Call, compile_call, time_call
+from flashspec.recording import loop_compiler_options
 from flashspec.sampling import SamplingParams
-from flashspec.speculative import ModelDrafter, init_state, run
+from flashspec.speculative import ModelDrafter, State, Totals, init_state, run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +48,16 @@ class Costs:
       verify: c_v(D), the target's forward over D + 1 tokens.
       management: c_m, drawing, verifying and committing: a round of models that cost nothing.
       round: a whole round, in a loop like that of generation.
-      predicate_reads: branches in a round's program, and the loop's own condition. A GPU's runtime reads each of them
-        back to choose what to launch next; Python reads none.
+      predicates: branches in a round's program, and the loop's own condition. Where the loop is recorded
+        (`loop_compiler_options`) the GPU decides by them itself, else its runtime reads each back to choose what to
+        launch next; Python reads none.
     """
 
     draft_step: float
     verify: float
     management: float
     round: float
-    predicate_reads: int
+    predicates: int
 
     def overhead(self, draft_length: int) -> float:
         """(round - (D + 1) c_d - c_v) / round: the share of a round that is spent outside of the models."""
@@ -109,7 +114,8 @@ def forward_loop(model: LanguageModel, params: Params, width: int, shape: Shape,
         return lax.fori_loop(0, shape.steps, iteration, (tokens, cache))
 
     tokens = jnp.ones((shape.batch, width), jnp.int32)
-    call = compile_call(loop, params, half_full(model, shape), tokens)
+    operands = (params, half_full(model, shape), tokens)
+    call = compile_call(loop, *operands, compiler_options=loop_compiler_options())
     return Loop(call, shape.steps * forwards, shape.repeats)
 
 
@@ -140,7 +146,11 @@ def round_loop(
         sampling=sampling,
         max_new_tokens=budget,
     )
-    call = compile_call(lambda state: run(state, max_rounds=shape.steps).totals, state)
+
+    def loop(state: State) -> Totals:
+        return run(state, max_rounds=shape.steps).totals
+
+    call = compile_call(loop, state, compiler_options=loop_compiler_options())
     return Loop(call, shape.steps, shape.repeats)
 
 
@@ -233,5 +243,5 @@ def measure_costs(
         verify=forward_seconds(target, params, draft_length + 1, shape),
         management=management_seconds(target.vocab_size, drafter, draft_length, sampling, shape),
         round=rounds.seconds(),
-        predicate_reads=count_branches(rounds.call.executable.as_text() or "") + 1,
+        predicates=count_branches(rounds.call.executable.as_text() or "") + 1,
     )

@@ -25,6 +25,7 @@ from flashspec.cache import append, cache_bytes, dense_cache, paged_cache, rollb
 from flashspec.fusion import EpiloguePlan, matmul_epilogue, plan_matmul_epilogue
 from flashspec.generate import BucketedGenerate, Generation, generate, generate_stream
 from flashspec.language_model import LanguageModel
+from flashspec.recording import loop_compiler_options
 from flashspec.sampling import SamplingParams, probabilities
 from flashspec.specialize import (
     ShapeBuckets,
@@ -81,6 +82,7 @@ __all__ = [
     "generate",
     "generate_stream",
     "init_state",
+    "loop_compiler_options",
     "matmul_epilogue",
     "merge",
     "merge_across",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from flashspec.checks import at_least
+from flashspec.checks import at_least, is_concrete
 from flashspec.language_model import Cache, LanguageModel, Params
+from flashspec.recording import loop_compiler_options
 from flashspec.sampling import SamplingParams
+from flashspec.selection import resolve_device
 from flashspec.specialize import Ledger, ShapeBuckets, specialize
 from flashspec.speculative.arguments import DEFAULT_SAMPLING, Call, check_continues, prepare
 from flashspec.speculative.loop import run, split_caches, with_params, with_settings
@@ -82,7 +84,8 @@ def generate(
     Every emitted token has the law p( . | row so far) of the target under `sampling`, whatever the drafter (eq. 33.13,
     algorithm 33.2). One compiled program does prefill and all rounds, one dispatch a call. It is kept per target,
     drafter's structure, draft_length, rule, processor and shapes: new lengths, keys, sampling values and parameters do
-    not compile again. A processor made anew for each call, such as a lambda, does.
+    not compile again. A processor made anew for each call, such as a lambda, does. On a CUDA GPU its loop is recorded,
+    but inside of your own `jax.jit` that is for you to ask (`loop_compiler_options`).
 
     Args:
       key: a scalar typed key, or keys [B], one per row; with its own key a row draws the same in any batch.
@@ -133,7 +136,8 @@ def generate(
         min_new_tokens=min_new_tokens,
         max_new_tokens=max_new_tokens,
     )
-    generation = _generate(call, *_former(call, state))
+    compiled = _compiled(tuple(_compiler_options(call).items()))
+    generation = compiled(call, *_former(call, state))
     return dataclasses.replace(generation, state=with_params(generation.state, target_params, drafter))
 
 
@@ -190,7 +194,24 @@ def _first(call: Call, former: State | None, caches: tuple[Cache, Cache] | None)
     return begin(call) if former is None else resume(call, former, caches)
 
 
-@functools.partial(jax.jit, donate_argnames="caches")
+def _compiler_options(call: Call) -> dict[str, str]:
+    """What generation is compiled with: nothing inside of a trace, since jax takes options at the top level alone.
+
+    There `prepare` has put traced arrays into the call, even where all arguments were concrete.
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(call) if isinstance(leaf, jax.Array)]
+    if not all(map(is_concrete, arrays)):
+        return {}
+    placed = next((array for array in arrays if array.committed), None)
+    return loop_compiler_options(resolve_device(None, placed).platform)
+
+
+@functools.cache
+def _compiled(options: tuple[tuple[str, str], ...]) -> Callable[..., Generation]:
+    """`_generate` under compiler options; kept, and with it the programs that were compiled."""
+    return jax.jit(_generate, donate_argnames="caches", compiler_options=dict(options))
+
+
 def _generate(call: Call, former: State | None, caches: tuple[Cache, Cache] | None) -> Generation:
     state = run(_first(call, former, caches))
     columns = call.prompt_lengths[:, None] + jnp.arange(call.max_new_tokens, dtype=jnp.int32)[None, :]
@@ -244,7 +265,13 @@ class BucketedGenerate:
     def __init__(self, buckets: ShapeBuckets | Iterable[int], **options: Any) -> None:
         axes = {"prompt_tokens": 1}
         self.programs = specialize(
-            _generate_prompt, buckets, in_axes=axes, out_axes=None, length_arg="prompt_lengths", **options
+            _generate_prompt,
+            buckets,
+            in_axes=axes,
+            out_axes=None,
+            length_arg="prompt_lengths",
+            compiler_options=loop_compiler_options(),
+            **options,
         )
 
     @property
@@ -314,4 +341,4 @@ def _split_prompt(call: Call) -> tuple[Call, dict[str, Any]]:
 
 def _generate_prompt(call: Call, prompt_tokens: Array, prompt_lengths: Array) -> Generation:
     whole = dataclasses.replace(call, prompt_tokens=prompt_tokens, prompt_lengths=prompt_lengths)
-    return _generate(whole, None, None)
+    return _compiled(())(whole, None, None)

@@ -34,6 +34,7 @@ FILES = {
     "flashspec.records": 1,
     "flashspec.selection": 2,
     "flashspec.vmap_rules": 2,
+    "flashspec.recording": 3,
     "flashspec.online_softmax": 2,
     "flashspec.masks": 2,
     "flashspec.language_model": 5,

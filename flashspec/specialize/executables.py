@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -81,10 +81,10 @@ def under(settings: tuple[tuple[str, Any], ...]) -> Iterator[None]:
         yield
 
 
-def compile_program(lower: Callable[[], jax.stages.Lowered]) -> Executable:
-    """Lower and compile, timed."""
+def compile_program(lower: Callable[[], jax.stages.Lowered], options: Mapping[str, Any]) -> Executable:
+    """Lower and compile with these compiler options, timed."""
     before, start = getattr(_loads, "count", 0), time.perf_counter()
-    program = lower().compile()
+    program = lower().compile(compiler_options=dict(options))
     seconds = time.perf_counter() - start
     memory: Any = program.memory_analysis()
     parts = ("temp_size_in_bytes", "output_size_in_bytes", "generated_code_size_in_bytes")

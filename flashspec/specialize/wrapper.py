@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ class Specialized:
         background: bool = False,
         max_executables: int | None = None,
         progress: bool = True,
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.buckets = buckets if isinstance(buckets, ShapeBuckets) else ShapeBuckets(tuple(buckets))
         self.ledger = Ledger(self.buckets.bounds)
@@ -42,6 +43,7 @@ class Specialized:
         self._parameters = Parameters(fn, in_axes, length_arg)
         self._out_axes = out_axes
         self._background, self._progress = background, progress
+        self._compiler_options = dict(compiler_options or {})
         most = None if max_executables is None else at_least("max_executables", max_executables, 1)
         self._most, self._executables = most, Executables(most, self._evicted)
         self._checked: set[Hashable] = set()
@@ -185,7 +187,8 @@ class Specialized:
                 if there not in self._checked:
                     self._check_results(other, jax.eval_shape(jitted, *elsewhere[0], **elsewhere[1]))
                 self._checked |= {here, there}
-                executable = compile_program(lambda: jitted.lower(*operands[0], **operands[1]))
+                lower = functools.partial(jitted.lower, *operands[0], **operands[1])
+                executable = compile_program(lower, self._compiler_options)
             amounts = {"compile_s": executable.compile_s, "memory_bytes": executable.memory_bytes}
             self.ledger.add(bound, compilations=1, loads=int(executable.loaded), **amounts)
             return executable
@@ -248,6 +251,7 @@ def specialize(
     background: bool = False,
     max_executables: int | None = None,
     progress: bool = True,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Specialized:
     """A function that runs inputs of any length by executables compiled ahead of time for a few lengths.
 
@@ -272,6 +276,7 @@ def specialize(
         no larger one is ready, so warm up the largest first.
       max_executables: how many to keep; the one that was not used for longest goes first. None for all.
       progress: whether warming up shows a bar.
+      compiler_options: of XLA, for every executable, such as `flashspec.loop_compiler_options()`.
 
     Returns:
       A `Specialized`: call it as `fn`; `warm_up`, `check_padding`, `time_op_by_op` and `export` take the same operands.
@@ -291,4 +296,5 @@ def specialize(
         background=background,
         max_executables=max_executables,
         progress=progress,
+        compiler_options=compiler_options,
     )

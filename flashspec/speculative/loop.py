@@ -35,7 +35,8 @@ def run(state: State, *, max_rounds: Array | int | None = None, rounds_per_itera
       state: from `init_state`.
       max_rounds: stop after about this many rounds (the next multiple of `rounds_per_iteration`); None for no limit.
       rounds_per_iteration: rounds between two looks at the loop's condition, each of which costs a GPU a round trip to
-        the host. Rounds after the last row finished change nothing, and cost their time.
+        the host where the loop is not recorded (`flashspec.loop_compiler_options`). Rounds after the last row finished
+        change nothing, and cost their time.
 
     Returns:
       The state after the last round; `finish_reason` [B] is RUNNING only where `max_rounds` ended the loop first.

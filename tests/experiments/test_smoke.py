@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import registry
+from experiments import harness, registry
 from flashspec.records import read_records
 
 # The promise is 30 s on two idle cores. CPU time is what waiting does not stretch; what does is a machine that shares
@@ -31,6 +31,7 @@ HEAVY = (
     "train_pair",
     "tune_attention",
 )
+FUSED = [("large_pair", ()), ("decode_roofline", ("--parts", "speculation"))]
 
 
 def cpu_seconds() -> float:
@@ -46,19 +47,39 @@ def allowed_seconds() -> float:
     return CPU_SECONDS * max(1.0, (cpu_seconds() - before) / YARDSTICK_SECONDS)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in HEAVY else name for name in registry.discover()]
-)
-def test_smoke(name: str, tmp_path: Path) -> None:
+def run_smoke(name: str, options: tuple[str, ...], out: Path) -> None:
+    """Run the experiment with these options, and look at what it leaves."""
     plain = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    command = [sys.executable, "-m", "experiments", name, "--smoke", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "experiments", name, "--smoke", *options, "--out", str(out)]
     before = cpu_seconds()
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT, env=plain)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     used = cpu_seconds() - before
     assert used < CPU_SECONDS or used < allowed_seconds()
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((out / "report.json").read_text())
     assert report["finished"]
     assert report["experiment"] == name
-    assert (tmp_path / "report.md").read_text().startswith(f"# {report['question']}")
-    assert read_records(tmp_path / "records.jsonl")
+    assert (out / "report.md").read_text().startswith(f"# {report['question']}")
+    assert read_records(out / "records.jsonl")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in HEAVY else name for name in registry.discover()]
+)
+def test_smoke(name: str, tmp_path: Path) -> None:
+    run_smoke(name, (), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "parts"), FUSED)
+def test_smoke_with_fused_layers(name: str, parts: tuple[str, ...], tmp_path: Path) -> None:
+    run_smoke(name, ("--fused", *parts), tmp_path)
+
+
+@pytest.mark.parametrize(("name", "parts"), FUSED)
+def test_fused_layers_are_those_of_the_pair(name: str, parts: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
+    """The twin serves a smoke run anywhere; the kernel in its place is refused here, so that it is what decodes."""
+    monkeypatch.setattr(f"experiments.{name}.fused_by", lambda job: "hopper")
+    options = ["--smoke", *parts, "--out", str(tmp_path)]
+    assert harness.run_experiment(name, [*options, "--fused"]) == registry.WRONG_USE
+    assert "runs on cuda of compute capability 9.0 only" in (tmp_path / "error.txt").read_text()

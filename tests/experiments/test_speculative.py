@@ -266,5 +266,5 @@ def test_every_part_of_a_round_takes_time() -> None:
     assert round_costs.draft_seconds(drafter, 1, shape) > 0
     assert round_costs.draft_seconds(NgramDrafter(), 1, shape) == 0
     assert round_costs.management_seconds(5, NgramDrafter(), 1, SamplingParams(), shape) > 0
-    parts = round_costs.Costs(draft_step=1.0, verify=5.0, management=0.5, round=10.0, predicate_reads=0)
+    parts = round_costs.Costs(draft_step=1.0, verify=5.0, management=0.5, round=10.0, predicates=0)
     assert parts.overhead(3) == pytest.approx(0.1)
