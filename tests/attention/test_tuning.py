@@ -154,9 +154,23 @@ def test_a_setting_that_a_file_does_not_have_takes_its_default(tmp_path: Path) -
 
 
 def test_every_file_that_ships_is_legal_and_of_a_known_device() -> None:
-    for file in tuning.FOLDER.glob("*/*.json"):
-        assert file.parent.name in DEVICES
-        assert packaged(file.stem, file.parent.name)
+    """And written as the search writes it."""
+    files = list(tuning.FOLDER.glob("*/*.json"))
+    assert files
+    for file in files:
+        kernel, device = file.stem, file.parent.name
+        assert device in DEVICES
+        entries = packaged(kernel, device)
+        assert entries
+        assert not [entry for key, entry in entries.items() if tuning.KERNELS[kernel].refusals(key, entry.config)]
+        assert file.read_text(encoding="utf-8") == write(list(entries.values()), kernel, device)
+
+
+def test_what_ships_reaches_a_plan() -> None:
+    shape = jax.ShapeDtypeStruct((16, 1024, 16, 128), jnp.bfloat16)
+    tuned = plan_attention(shape, shape, shape, is_causal=True, device=H200, implementation="hopper").forward
+    entry = packaged(KERNEL, H200)[dataclasses.replace(KEY, heads=256)]
+    assert (tuned.source, tuned.config["early_turn"]) == ("tuned", entry.config.early_turn)
 
 
 HELD = json.loads(write([ENTRY], KERNEL, H200))

@@ -310,13 +310,14 @@ def _named(function: Callable[..., Any], names: tuple[str, ...], options: dict[s
     return function(**dict(zip(names, arrays, strict=True)), **options)
 
 
+PLAIN = {"query_buffers": 1, "early_turn": 0, "lazy_sum": False}
 EARLY = {"early_turn": 2, "lazy_sum": True}
 PLANTED = "planted: tiles that are too large"
 VARIANTS: dict[str, Variant] = {
     **{f"forward {H} {kind}": functools.partial(_forward, H, kind) for H in (64, 128, 256) for kind in MASKS},
     "forward 128 statistics": functools.partial(_forward, 128, "causal", statistics=True),
     "forward 128 soft cap": functools.partial(_forward, 128, "causal", soft_cap=30.0),
-    "forward 128 causal, turn ahead of scores": functools.partial(_forward, 128, "causal", settings={"early_turn": 1}),
+    **{f"forward 128 {kind}, plain": functools.partial(_forward, 128, kind, settings=PLAIN) for kind in MASKS[:2]},
     **{
         f"forward {H} {kind}, early turn": functools.partial(
             _forward, H, kind, settings=EARLY if H == 256 else EARLY | {"query_buffers": 2}
@@ -367,6 +368,7 @@ VARIANTS: dict[str, Variant] = {
         _decode_block, 8, LAYER, tokens=1, options=True, layers=4
     ),
     "decode block 5 with attention, heads of half a tile": functools.partial(_decode_block, 5, LAYER, tokens=5, H=64),
+    PLANTED: _wide_tiles,
 }
 
 

@@ -12,7 +12,14 @@ import pytest
 from pallas_kernels.gpu.hopper import attention_forward as attention_forward_module
 from pallas_kernels.gpu.hopper import attention_forward_tiles, attention_forward_warpgroups
 from pallas_kernels.gpu.hopper.attention_forward import attention_forward
-from pallas_kernels.gpu.hopper.attention_forward_config import AttentionShape, ForwardConfig, candidates, heuristic
+from pallas_kernels.gpu.hopper.attention_forward_config import (
+    FAST,
+    PLAIN,
+    AttentionShape,
+    ForwardConfig,
+    candidates,
+    heuristic,
+)
 from pallas_kernels.gpu.hopper.attention_forward_tiles import Tiles, deal
 from pallas_kernels.gpu.hopper.attention_mask import AttentionMask, Bounds, SegmentIds
 from tests.attention import hopper_twin
@@ -20,7 +27,8 @@ from tests.mutants import mutant
 from tests.pallas_kernels.hopper.interpreter import interpreted, races_found
 
 SMALL = ForwardConfig(block_kv=64, programs=2, heads_per_section=1)
-EARLY = dataclasses.replace(SMALL, programs=1, query_buffers=2, early_turn=2, lazy_sum=True)
+DEFAULT = dataclasses.replace(SMALL, programs=1, **FAST)  # the loop of heads of 128
+EARLY = dataclasses.replace(DEFAULT, early_turn=2)
 
 
 @dataclasses.dataclass
@@ -69,6 +77,9 @@ CASES = {
         (64, 72, 1, 1), Bounds(0, 0, 64, 72), statistics=True, soft_cap=2.0, scale=-0.1
     ),
     "early turn, three tiles in turn": Case((384, 128, 1, 1), Bounds(0, 0, 384, 128), right=True, config=EARLY),
+    "default of 128, three tiles in turn": Case(
+        (384, 192, 1, 1), Bounds(-70, 0, 384, 190), True, True, sinks=True, config=DEFAULT
+    ),
 }
 SLOW = {
     "nothing visible": Case((64, 64, 1, 1), Bounds(0, -100, 64, 64), right=True),
@@ -93,6 +104,14 @@ SLOW = {
         statistics=True,
         soft_cap=2.0,
         config=dataclasses.replace(EARLY, query_buffers=1),
+    ),
+    "default of 128, statistics": Case(
+        (384, 200, 1, 1),
+        Bounds(0, 0, 380, 200),
+        segments=True,
+        statistics=True,
+        soft_cap=2.0,
+        config=DEFAULT,
     ),
     "turn ahead of scores, one stage": Case(
         (384, 256, 1, 1),
@@ -273,6 +292,15 @@ def test_the_heuristic_is_legal(H: int, statistics: bool) -> None:
         assert not heuristic(shape, statistics).refusals(shape, statistics)
 
 
+@pytest.mark.parametrize(("H", "Hv", "loop"), [(64, 64, PLAIN), (64, 128, PLAIN), (128, 128, FAST), (256, 256, PLAIN)])
+@pytest.mark.parametrize("statistics", [False, True])
+def test_heads_of_128_have_the_loop_that_was_fastest_for_them(
+    H: int, Hv: int, loop: dict[str, Any], statistics: bool
+) -> None:
+    config = heuristic(AttentionShape(2, 1024, 1024, 8, 2, H, Hv), statistics)
+    assert config == dataclasses.replace(config, **loop)
+
+
 @pytest.mark.parametrize("H", [64, 128, 192, 256])
 def test_candidates(H: int) -> None:
     """All are legal, and each setting of the loop is tried with the heuristic's order of work."""
@@ -281,7 +309,7 @@ def test_candidates(H: int) -> None:
         configs = list(candidates(shape))
         first = configs[0]
         assert first == heuristic(shape)
-        assert (first.query_buffers, first.early_turn, first.lazy_sum) == (1, 0, False)
+        assert dataclasses.replace(first, **PLAIN) in configs
         assert len(set(configs)) == len(configs)
         assert not any(config.refusals(shape) for config in configs)
         alike = [config for config in configs if config.heads_per_section == first.heads_per_section]
