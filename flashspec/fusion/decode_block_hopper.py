@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from flashspec.devices import find_device_facts, multiprocessors
 from flashspec.fusion.decode_block_request import (
@@ -39,6 +39,7 @@ from pallas_kernels.gpu.hopper.decode_block_config import (
     heuristic,
 )
 from pallas_kernels.gpu.hopper.decode_block_config import refusals as kernel_refusals
+from pallas_kernels.gpu.hopper.decode_block_letters_config import letters_of
 from pallas_kernels.launch import cdiv
 
 CAPABILITY = "9.0"
@@ -101,7 +102,8 @@ def decode_block(kernel: Kernel, request: BlockRequest, arrays: BlockArrays) -> 
         if mlp is not None:
             given["scales"]["down"] = heads.norm[None]
     weights = tuple((matrices[name],) for name in plan.phases)
-    out = kernel(plan, BlockOperands(weights=weights, **given, counts=refs["counts"]))
+    letters = jax.new_ref(jnp.zeros((letters_of(plan).total, 2), jnp.int32))
+    out = kernel(plan, BlockOperands(weights=weights, **given, counts=refs["counts"], letters=letters))
     after: dict[str, Array] = {name: jax.freeze(ref) for name, ref in refs.items()}
     stream = Stream(arrays.stream.residual if mlp is None else out.residual, after["counts"])
     query = None if heads is None else out.query.reshape(request.shape.rows, -1, form.heads.H)
@@ -119,13 +121,14 @@ def decode_layers(kernel: Kernel, request: LayersRequest, arrays: LayersArrays) 
     layers, block = arrays.layers, request.block
     heads, mlps = zip(*layers, strict=True)
     plans = {run: _layers_plan(request, len(run)) for run in launches(len(layers))}
-    begin = jax.tree.map(jax.new_ref, _begin(_layers_plan(request, 1), arrays.x, heads[0].norm))
+    begin, letters = jax.tree.map(jax.new_ref, _begin(_layers_plan(request, 1), arrays.x, heads[0].norm))
     caches = [(jax.new_ref(key), jax.new_ref(value)) for key, value in zip(arrays.keys, arrays.values, strict=True)]
     always: dict[str, Any] = {
         "begin": begin,
         "places": _narrow(arrays.places),
         "lengths": arrays.lengths.astype(jnp.int32),
         "counts": jax.new_ref(jnp.zeros(COUNTS, jnp.int32)),
+        "letters": letters,
         # What the last layer leaves is scaled by any, and not used.
         "scales": {
             "out": jnp.stack([mlp.norm for mlp in mlps]),
@@ -148,17 +151,19 @@ def launches(layers: int) -> list[range]:
     return [range(first, end) for first, end in itertools.pairwise(bounds)]
 
 
-def _begin(plan: BlockPlan, x: Array, scale: Array) -> Begin:
-    """The embeddings as one layer leaves its rows for the next."""
-    shapes = beginning(plan, x.dtype)
-    wide = x.astype(jnp.float32)
+def _begin(plan: BlockPlan, x: Array, scale: Array) -> tuple[Begin, Array]:
+    """The embeddings as one layer leaves its rows for the next, and all letters, of which it has sent its squares."""
+    wide, letters = x.astype(jnp.float32), letters_of(plan)
     rows = wide * (scale.astype(jnp.float32) + float(plan.unit_offset))[None]
     squares = jnp.sum((wide * wide).reshape(x.shape[0], -1, COLUMNS), axis=-1)
+    sent = lax.bitcast_convert_type(squares, jnp.int32).reshape(-1, 1)
+    sent = jnp.concatenate([sent, jnp.ones_like(sent)], axis=1)  # of the first turn, in which they are asked for
+    sent = jnp.pad(sent, ((0, letters.total - squares.size), (0, 0)))
 
     def padded(values: Array, shape: Any) -> Array:
         return jnp.pad(values, [(0, size - had) for had, size in zip(values.shape, shape.shape, strict=True)])
 
-    return Begin(*map(padded, (x, rows.astype(x.dtype), squares), shapes))
+    return Begin(*map(padded, (x, rows.astype(x.dtype)), beginning(plan, x.dtype))), sent
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # so that launches that are alike are lowered once

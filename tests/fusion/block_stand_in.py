@@ -1,6 +1,7 @@
 """A stand-in for the Hopper kernel of a decoder step, in jax, which writes to the cache by reference as it does."""
 
 import itertools
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from pallas_kernels.gpu.hopper.decode_block_config import (
     beginning,
     refusals,
 )
+from pallas_kernels.gpu.hopper.decode_block_letters_config import letters_of
 from pallas_kernels.gpu.hopper.decode_block_program import Buffers
 
 SEEN: list[BlockPlan] = []
@@ -30,7 +32,7 @@ def kernel(plan: BlockPlan, ops: BlockOperands) -> Buffers:
     begin, first, scales = ops.begin, 0 if ops.first is None else ops.first[0], ops.scales or {}
     x, by, query = ops.x, jnp.ones((), jnp.float32), None
     if begin is not None:
-        x, by = begin.rows[:rows], factor(plan, begin.squares[:rows, : plan.shape.hidden // 128], plan.shape.hidden)
+        x, by = begin.rows[:rows], factor(plan, squares_of(plan, ops, first + 1), plan.shape.hidden)
     residual = wide((ops if begin is None else begin).residual[:rows]) if adds else jnp.zeros(())
     for layer, (number, name) in itertools.product(range(plan.layers), enumerate(plan.phases)):
         if name == "attend":
@@ -53,11 +55,21 @@ def kernel(plan: BlockPlan, ops: BlockOperands) -> Buffers:
     padding = ((0, plan.row_groups * 4 - rows), (0, 0))
     after = jnp.pad(residual.astype(jnp.bfloat16), padding, constant_values=np.nan) if adds else None
     if begin is None:
-        return Buffers({}, {}, {}, None, after, query)
+        return Buffers({}, after, query)
     begin.residual[...] = after
     begin.rows[:rows] = x.astype(jnp.bfloat16)
-    begin.squares[:rows, : plan.shape.hidden // 128] = (residual**2).reshape(rows, -1, 128).sum(-1)
-    return Buffers({}, {}, {}, None, None, query)
+    sent = lax.bitcast_convert_type((residual**2).reshape(rows, -1, 128).sum(-1), jnp.int32).ravel()
+    turn = jnp.broadcast_to(first + plan.layers + 1, sent.shape)
+    ops.letters[: sent.size] = jnp.stack([sent, turn], axis=1)
+    return Buffers({}, None, query)
+
+
+def squares_of(plan: BlockPlan, ops: BlockOperands, turn: Any) -> Array:
+    """What a step with attention has sent of its residual; NaN where it is not of the turn."""
+    box = letters_of(plan).squares["down"]
+    number, sent = (ops.letters[box.begin : box.begin + math.prod(box.shape), which] for which in range(2))
+    squares = jnp.where(sent == turn, lax.bitcast_convert_type(number, jnp.float32), jnp.nan)
+    return squares.reshape(box.shape)
 
 
 def check(plan: BlockPlan, ops: BlockOperands) -> None:
@@ -73,6 +85,7 @@ def check(plan: BlockPlan, ops: BlockOperands) -> None:
     assert (ops.bias is not None) == (makes and plan.biased)
     assert len(ops.head_scales) == 2 * (makes and plan.head_norms)
     assert len(ops.caches) == makes * plan.layers
+    assert (ops.letters.shape, ops.letters.dtype) == ((letters_of(plan).total, 2), jnp.int32)
     assert (ops.x is None) == (ops.begin is not None) == (ops.first is not None) == (ops.lengths is not None) == attends
     if attends:
         assert (ops.lengths.shape, ops.lengths.dtype) == ((2, plan.query[0]), jnp.int32)

@@ -219,7 +219,7 @@ def test_the_plan_says_what_runs_and_why() -> None:
     assert "1.03 of XLA's speed" in plan.passed_over["hopper"]
     asked = llama(implementation="hopper", device="NVIDIA H200")
     assert (asked.name, asked.passed_over) == ("hopper", {})
-    assert asked.config == {"programs": 132, "block_inputs": 128, "stages": 6}
+    assert asked.config == {"programs": 132, "block_inputs": 128, "stages": 6, "in_flight": 2}
     elsewhere = llama(implementation=("hopper", "xla"), device="cpu")
     assert elsewhere.name == "xla"
     assert "not on cpu" in elsewhere.rejected["hopper"][0]

@@ -1,6 +1,7 @@
 """All of a decoder step between two attentions on Hopper, or several layers with their attention, in one kernel.
 
-Its reading of weights never pauses. A layer is a row of phases, most of them products with something small behind each:
+Weights are copied ahead of what they are multiplied with. A layer is a row of phases, most of them products with
+something small behind each:
 
     qkv        bias, norms of queries and keys, rotation, and the write of keys and values into the cache in place
     attend     parts of attention over a dense cache, then `merge`, where a step has attention within
@@ -13,21 +14,23 @@ the next layer.
 
 Each program, one on every multiprocessor, has an equal share of the blocks of every phase. One of its warpgroups
 copies these blocks ahead, those of all products in one line, and waits for nothing but free memory (and for the keys of
-the step itself); so memory is read while others compute. Another copies the rows that are multiplied, each 128 columns
-of them once they are there. The other two multiply. Programs never meet: who stores the last part of a tile of outputs
-does the small work behind it, and says so in a word of its own (`decode_block_grid`). Parts are added up in one order,
-whoever does it.
+the step itself); so memory is read while others compute. It asks for a few at a time: what is asked for is a queue, and
+numbers that programs send each other would come behind it. Another warpgroup copies the rows that are multiplied, each
+128 columns of them once they are there. The other two multiply, and send their part of every tile of outputs
+(`decode_block_letters`). A set of tiles belongs to one warpgroup of one program, in all layers: it waits for the parts,
+adds them up in the order of the programs, does the small work, and says by a word that rows are there
+(`decode_block_grid`). Programs never meet.
 
 That no program waits for ever rests on two things. All programs are on the chip at once, as each has a multiprocessor
-of its own. And the work can be put in a line, phase by phase, in which everything waits for earlier work alone: rows
-for the small work of the product before, which is done within the other programs' runs of that product, by who comes
-last and without any waiting; a run of a product, by the same argument, for the products before; queries, keys and
-values for the small work of theirs; the merge for the parts of attention; and free memory for units of the same program
-that come earlier in its line.
+of its own. And the work can be put in a line, phase by phase, in which everything waits for earlier work alone: a run
+of a product for the small work of the phase before; small work for all runs of its product; queries, keys and values
+for the small work of theirs; the merge for the parts of attention; and free memory for units of the same program that
+come earlier in its line.
 
 Memory that one layer leaves is taken by the next without a question. Whoever comes to a phase again has, in three
-phases before it at most, waited for something that is whole only when every set of that phase has been told of and
-used: a tile adds up all rows of the product before.
+phases before it at most, waited for something that is made of everything the phase had left: a tile adds up all rows of
+the product before. What has been read by then cannot change by what is written afterwards. And what a set's small work
+reads besides letters, its residual, the same threads have written.
 
 A word counts up within a call, through all layers. Between calls without attention, which share their words, it has to
 be 0 again, and may be set to that once nobody will look at it: the small work of a product sets those of phases before
@@ -44,7 +47,7 @@ applied to the product: nobody has to wait for the mean.
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,34 +61,29 @@ from pallas_kernels.gpu.hopper.decode_block_config import (
     BEFORE,
     PRODUCTS,
     QUERY_TILE,
+    REGISTERS,
     ROWS_MULTIPLE,
-    TOGETHER,
     BlockOperands,
     BlockPlan,
     beginning,
     unit_keys,
 )
-from pallas_kernels.gpu.hopper.decode_block_grid import GROUPS
-from pallas_kernels.gpu.hopper.decode_block_line import places
 from pallas_kernels.gpu.hopper.decode_block_phases import finish
-from pallas_kernels.gpu.hopper.decode_block_program import Buffers, Program, Run, Scratch
-from pallas_kernels.gpu.hopper.decode_block_split import BLOCK_OUTPUTS
+from pallas_kernels.gpu.hopper.decode_block_program import Buffers, Only, Program, Run, Scratch
+from pallas_kernels.gpu.hopper.decode_block_split import BLOCK_OUTPUTS, GROUPS
 from pallas_kernels.gpu.hopper.decode_block_stream import copy_rows, copy_weights, multiply
-from pallas_kernels.launch import round_up
 
 
-def decode_block(
-    plan: BlockPlan, operands: BlockOperands, only: tuple[int, int] | None = None, into: Any = None
-) -> Buffers:
+def decode_block(plan: BlockPlan, operands: BlockOperands, only: Only | None = None, into: Any = None) -> Buffers:
     """The phases of a plan, with the small work behind each product.
 
         x' = x + a W_out,   x'' = x' + (phi(g) * u) W_down   with   [g, u] = norm(x') W_gate_up,   norm(x'') W_qkv
 
     Args:
       plan: what is static; `decode_block_config.refusals` has nothing against its shape and settings.
-      operands: its arrays; a call writes to its references `begin`, `caches` and `counts`.
-      only: the layer and the one phase to do, by their positions; all of them by default. For interpreters, where
-        programs run one after the other, so that whoever waits would wait for one that has not begun.
+      operands: its arrays; a call writes to its references `begin`, `caches`, `counts` and `letters`.
+      only: what to do; everything by default. For interpreters, where programs run one after the other, so that whoever
+        waits would wait for one that has not begun.
       into: references in the place of what it would write, which such launches hand to each other.
 
     Returns:
@@ -96,8 +94,9 @@ def decode_block(
     if operands.x is not None and rows > ROWS_MULTIPLE and rows % ROWS_MULTIPLE:
         # Copies cut off rows of the only group of eight.
         operands = operands._replace(x=jnp.pad(operands.x, ((0, plan.padded - rows), (0, 0))))
-    held: dict[str, Any] = {"begin": operands.begin, "caches": operands.caches, "counts": operands.counts}
-    given, tree = jax.tree.flatten(operands._replace(begin=None, caches=(), counts=None))
+    names = "begin", "caches", "counts", "letters"
+    held = {name: getattr(operands, name) for name in names}
+    given, tree = jax.tree.flatten(operands._replace(begin=None, caches=(), counts=None, letters=None))
     types, results_tree = jax.tree.flatten(buffers(plan, dtype))
     kept, kept_tree = jax.tree.flatten(_scratch(plan, dtype), is_leaf=lambda x: not isinstance(x, Scratch | None))
 
@@ -139,26 +138,21 @@ def decode_block(
 
 def buffers(plan: BlockPlan, dtype: Any) -> Buffers:
     """Shapes and types of what a call writes, but for where it begins."""
-    f32, padded, shape = jnp.float32, plan.padded, plan.shape
-    B, K, packed, H = plan.query
+    padded, shape = plan.padded, plan.shape
     attends, names = plan.attention is not None, plan.phases
-    splits = {name: plan.split(name) for name in PRODUCTS if name in names}
-    parts = {name: jax.ShapeDtypeStruct((s.places, padded, BLOCK_OUTPUTS), f32) for name, s in splits.items()}
     rows = {
         before: jax.ShapeDtypeStruct((padded, shape.matrix(name)[0]), dtype)
         for name, before in BEFORE.items()
         if name in PRODUCTS and name in names and before in names
     }
-    residual, _, sums = beginning(plan, dtype)
-    squares = {name: sums for name in ADDING if name in names}
-    normalisers = query = None
+    residual = query = None
     if attends:
-        normalisers = jax.ShapeDtypeStruct((places(plan), QUERY_TILE), f32)
-        parts["attend"] = jax.ShapeDtypeStruct((places(plan), round_up(packed, TOGETHER), H), f32)
-        del rows["down"], squares["down"]
+        del rows["down"]
+    elif set(ADDING) & set(names):
+        residual = beginning(plan, dtype).residual
     if "qkv" in names:
-        query = jax.ShapeDtypeStruct((B, K, packed, H), dtype)
-    return Buffers(parts, rows, squares, normalisers, residual if squares and not attends else None, query)
+        query = jax.ShapeDtypeStruct(plan.query, dtype)
+    return Buffers(rows, residual, query)
 
 
 def _scratch(plan: BlockPlan, dtype: Any) -> Scratch:
@@ -186,15 +180,11 @@ def _scratch(plan: BlockPlan, dtype: Any) -> Scratch:
 
 def _run(p: Program) -> None:
     """What each warpgroup of a program does."""
-    computing, copying = p.plan.registers
-
-    def registers(count: int | None, action: Literal["increase", "decrease"]) -> None:
-        if count is not None:
-            plgpu.set_max_registers(count, action=action)
+    computing, copying = REGISTERS
 
     @pl.when(p.group < GROUPS)
     def _compute() -> None:
-        registers(computing, "increase")
+        plgpu.set_max_registers(computing, action="increase")
         if p.plan.attention is not None:
             plgpu.barrier_arrive(p.scratch.query_free)  # it is free before the first queries come
 
@@ -202,14 +192,14 @@ def _run(p: Program) -> None:
             name = p.plan.phases[run.number]
             if name in PRODUCTS:
                 multiply(p, run, functools.partial(finish, p, run))
-            else:
+            elif p.copies:
                 {"attend": attend, "merge": merge}[name](p, run)
 
         p.each(one)
 
-    for group, copy in ((GROUPS, copy_weights), (GROUPS + 1, copy_rows)):
+    for group, copy in ((GROUPS, copy_weights), (GROUPS + 1, copy_rows)) if p.copies else ():
 
         @pl.when(p.group == group)
         def _copy(copy: Callable[[Program], None] = copy) -> None:
-            registers(copying, "decrease")
+            plgpu.set_max_registers(copying, action="decrease")
             copy(p)

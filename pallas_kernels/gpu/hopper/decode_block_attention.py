@@ -15,20 +15,18 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.gpu.hopper import decode_block_grid as grid
 from pallas_kernels.gpu.hopper.attention_decode_work import div, rem
 from pallas_kernels.gpu.hopper.attention_tile import COLUMN, LOG2E, MATRIX, ROW
 from pallas_kernels.gpu.hopper.decode_block_config import QUERY_TILE, ROWS_MULTIPLE, TOGETHER
+from pallas_kernels.gpu.hopper.decode_block_letters import Wanted, receive, send
+from pallas_kernels.gpu.hopper.decode_block_letters_config import Box
 from pallas_kernels.gpu.hopper.decode_block_line import TASK_COLUMNS, Pair, tasks_of_a_head
 from pallas_kernels.gpu.hopper.decode_block_program import Program, Run
 from pallas_kernels.gpu.hopper.decode_block_rows import rows_layout, scatter
-from pallas_kernels.gpu.hopper.decode_block_split import BLOCK_OUTPUTS
-from pallas_kernels.gpu.memory import store
+from pallas_kernels.gpu.hopper.decode_block_split import BLOCK_OUTPUTS, GROUPS
 
 AT_ONCE = 16  # parts that are read together, as each is small and takes as long to come as all
 TASK = rows_layout(TASK_COLUMNS)
@@ -100,8 +98,7 @@ def _wait_for_heads(p: Program, run: Run, k: Array) -> None:
     count = last - first + 1
 
     def more(there: Array) -> Array:
-        done = (run.turn + 1) * grid.DONE
-        return there + grid.look(p.words("qkv"), each, first + there, count - there, split.block_inputs, done)
+        return there + grid.look(p.words("qkv"), each, first + there, count - there, split.block_inputs, run.turn + 1)
 
     lax.while_loop(lambda there: there < count, more, jnp.int32(0))
 
@@ -133,12 +130,14 @@ def _part(p: Program, run: Run, done: Array) -> Array:
     plgpu.barrier_wait(p.scratch.query_ready)
     m, l, u = _fold(p, pair, run.done + done, first - pair.begin, units)
     plgpu.barrier_arrive(p.scratch.query_free)
-    part = line.place(run.rank, pair, p.group)
-    total = jnp.where(l == 0, 1.0, l)
-    packed = p.plan.tokens * p.plan.shape.heads.G
-    _store_queries(p.out.parts["attend"].at[part], u * _across(1 / total, u.shape), packed)
-    store(p.out.normalisers.at[part], m + jnp.log2(total))
-    grid.arrive(p.words("attend").at[pair.k], jnp.int32(0), run.turn)
+    part, total = line.place(run.rank, pair, p.group), jnp.where(l == 0, 1.0, l)
+
+    @pl.when(units > p.group)
+    def _send() -> None:
+        (attended, normalisers), turn = _boxes(p), run.letters
+        send(p.ops.letters, attended, (part, 0, 0), (1, 2), u * _across(1 / total, u.shape), MATRIX, turn)
+        send(p.ops.letters, normalisers, (part, 0), (1,), m + jnp.log2(total), ROW, turn)
+
     return done + units
 
 
@@ -148,7 +147,7 @@ def _fold(p: Program, pair: Pair, index: Array, block: Array, units: Array) -> t
     assert line is not None
     assert form is not None
     held, length = line.held(pair.b)
-    first = rem(index + p.group, grid.GROUPS)
+    first = p.group
 
     def skip(i: Array) -> None:
         """Leave a block to the other warpgroup; it has to have come before this one can say so."""
@@ -159,7 +158,7 @@ def _fold(p: Program, pair: Pair, index: Array, block: Array, units: Array) -> t
 
     def step(turn: Array, carry: Any) -> Any:
         m, l, u = carry
-        i = first + turn * grid.GROUPS
+        i = first + turn * GROUPS
         stage = rem(index + i, p.plan.config.stages)
         start = (block + i) * line.keys
         keys, values = (p.scratch.keys.at[stage, which] for which in range(2))
@@ -196,7 +195,7 @@ def _fold(p: Program, pair: Pair, index: Array, block: Array, units: Array) -> t
 
     empty = _full(-jnp.inf, (QUERY_TILE,), ROW), _full(0.0, (QUERY_TILE,), ROW), _full(0.0, (QUERY_TILE, H), MATRIX)
     pl.when(first > 0)(lambda: skip(jnp.int32(0)))
-    return lax.fori_loop(jnp.int32(0), div(units - first + 1, grid.GROUPS), step, empty)
+    return lax.fori_loop(jnp.int32(0), div(units - first + 1, GROUPS), step, empty)
 
 
 def _hide(values: Any, real: Array) -> None:
@@ -208,23 +207,6 @@ def _hide(values: Any, real: Array) -> None:
     plgpu.commit_smem()
 
 
-def _store_queries(ref: Any, x: Array, rows: int) -> None:
-    """Write the first rows of a tile of packed queries to device memory."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), MATRIX))
-    def store_first(_: Any, ref: Any, x: Any) -> None:
-        by_row: dict[Any, list[Any]] = {}
-        for mine, (row, column) in zip(x.registers.flat, x.layout.thread_idxs(x.shape), strict=True):
-            by_row.setdefault(row, []).append((mine, column))
-        for row, those in by_row.items():
-            inside = arith.cmpi(arith.CmpIPredicate.ult, row, mgpu.c(rows, ir.IndexType.get()))
-            with mgpu.when(inside):
-                for mine, column in those:
-                    vector.store(mine, ref, [row, column])
-
-    store_first(ref, x)
-
-
 # Merging.
 
 
@@ -233,31 +215,30 @@ def merge(p: Program, run: Run) -> None:
 
     @pl.loop(0, run.units)
     def _task(i: Array) -> None:
-        pl.when(rem(i, grid.GROUPS) == p.group)(lambda: _merge(p, run, run.begin + i))
+        pl.when(rem(i, GROUPS) == p.group)(lambda: _merge(p, run, run.begin + i))
 
 
 def _merge(p: Program, run: Run, task: Array) -> None:
     line, (_, G, H) = p.line, p.plan.shape.heads
     assert line is not None
     k, b, group, columns = _coordinates(task, tasks_of_a_head(p.plan))
-    pair = line.pair_of(k, b)
-    grid.wait_for(p.words("attend").at[k], (run.turn + 1) * line.parts_of(k))
+    pair, vector_layout = line.pair_of(k, b), TASK.reduce(1)
     first, last = line.programs_of(pair)
-    place, count = line.place(first, pair), (last - first + 1) * grid.GROUPS
-    rows = pl.ds(pl.multiple_of(group * TOGETHER, TOGETHER), TOGETHER)
-    columns = pl.multiple_of(columns * TASK_COLUMNS, TASK_COLUMNS)
-    vector_layout = TASK.reduce(1)
+    attended, normalisers = _boxes(p)
 
     def some(i: Array, carry: Any) -> Any:
         highest, total, u = carry
-        parts = [i * AT_ONCE + offset for offset in range(AT_ONCE)]
-        at = [place + jnp.minimum(part, count - 1) for part in parts]
-        read = [plgpu.load(p.out.normalisers.at[each, rows], layout=vector_layout, optimized=False) for each in at]
-        outputs = [
-            plgpu.load(p.out.parts["attend"].at[each, rows, pl.ds(columns, TASK_COLUMNS)], layout=TASK, optimized=False)
-            for each in at
+        program = first + i * (AT_ONCE // GROUPS)
+        there = line.parts_there(program, pair, AT_ONCE)
+        place, size = (line.place(program, pair), group * TOGETHER, columns * TASK_COLUMNS), (TOGETHER, TASK_COLUMNS)
+        wanted = (
+            Wanted(attended, place, (1, 2), size, TASK, there, AT_ONCE),
+            Wanted(normalisers, place[:2], (1,), size[:1], vector_layout, there, AT_ONCE),
+        )
+        outputs, read = receive(p.ops.letters, wanted, run.letters)
+        logs = [
+            jnp.where(jnp.broadcast_to((there >> part) & 1 > 0, x.shape), x, -jnp.inf) for part, x in enumerate(read)
         ]
-        logs = [jnp.where(jnp.broadcast_to(q < count, x.shape), x, -jnp.inf) for q, x in zip(parts, read, strict=True)]
         old = highest
         for each in logs:
             highest = jnp.maximum(highest, each)
@@ -274,15 +255,24 @@ def _merge(p: Program, run: Run, task: Array) -> None:
         _full(0.0, (TOGETHER,), vector_layout),
         _full(0.0, (TOGETHER, TASK_COLUMNS), TASK),
     )
-    _, total, u = lax.fori_loop(jnp.int32(0), div(count + (AT_ONCE - 1), AT_ONCE), some, empty)
+    count = div((last - first + 1) * GROUPS + (AT_ONCE - 1), AT_ONCE)
+    _, total, u = lax.fori_loop(jnp.int32(0), count, some, empty)
     output = u * _across(1 / jnp.where(total == 0, 1.0, total), u.shape, TASK)
     packed = plgpu.broadcasted_iota(jnp.int32, (TOGETHER,), 0, layout=vector_layout) + group * TOGETHER
     token = div(packed, G)
     row = jnp.where(packed < p.plan.tokens * G, b * p.plan.tokens + token, -1)  # past the last, nowhere
-    column = (k * G + packed - token * G) * H + columns
+    column = (k * G + packed - token * G) * H + columns * TASK_COLUMNS
     target = p.out.rows["merge"]
     scatter(target, output.astype(target.dtype), row, column=column)
-    grid.tell(p.words("merge").at[k], 1)
+    grid.tell(p.words("merge").at[k])
+
+
+def _boxes(p: Program) -> tuple[Box, Box]:
+    """Of outputs of parts, and of their normalisers."""
+    attended, normalisers = p.letters.attended, p.letters.normalisers
+    assert attended is not None
+    assert normalisers is not None
+    return attended, normalisers
 
 
 def _coordinates(index: Array, sizes: tuple[int, ...]) -> list[Array]:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.gpu.hopper.decode_block_split import BLOCK_OUTPUTS, Split
@@ -21,12 +20,14 @@ ADDING = ("out", "down")  # products that are added to the residual stream
 MAX_ROWS = 16
 QUERY_TILE = 64  # packed queries of a key/value head at most
 ROWS_MULTIPLE = 8  # of the tokens' side of a matrix product
+KEYS_MULTIPLE = 64  # of the inputs of one whose weights are keys or values
 TOGETHER = 4  # rows that a warpgroup does small work on, one in each warp
 COLUMNS = 128  # that it does at once
 WARP = 32
 LAYERS = (
     4  # of a call at most: with every array more to copy from, the compiler takes longer, and more than in proportion
 )
+REGISTERS = 208, 40  # of a thread that computes, and of one that copies
 COUNTS = (len(PHASES), 512)  # of each phase, int32 numbers for its sets
 SHARED_BYTES = 227 * 1024  # of a thread block at most
 HEAD_SIZES = (64, 128, 256)
@@ -105,14 +106,17 @@ class BlockConfig:
         at most as many as the chip has, and the best is all of them.
       block_inputs: rows of a matrix that are copied and multiplied at once.
       stages: blocks in shared memory at once.
+      in_flight: blocks that are on their way to it at once. A multiprocessor's share of the memory's speed takes about
+        two; more of them are a queue, in which everything else that it waits for comes last.
     """
 
     programs: int
     block_inputs: int = 128
     stages: int = 6
+    in_flight: int = 2
 
     def __post_init__(self) -> None:
-        for name, low, high in (("programs", 1, 2**16), ("stages", 2, 32)):
+        for name, low, high in (("programs", 1, 2**16), ("stages", 2, 32), ("in_flight", 1, self.stages)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ValueError(f"`{name}`: expected an integer in [{low}, {high}], got {value!r}")
@@ -188,11 +192,6 @@ class BlockPlan:
         packed = self.tokens * G
         return self.shape.rows // self.tokens, K, packed if self.attention is None else round_up(packed, 8), H
 
-    @property
-    def registers(self) -> tuple[int | None, int | None]:
-        """Of a thread that computes and of one that copies; None where what all have suffices."""
-        return (None, None) if self.attention is None else (208, 40)
-
     def rotation(self, number: int) -> int:
         """The program that is the first of a product: one after the last of those that did a block more before.
 
@@ -230,12 +229,10 @@ class Begin(NamedTuple):
     Args:
       residual: [row_groups * 4, hidden]; what rows past the last hold is of no matter.
       rows: [padded rows, hidden], the residual times the scale of the next norm.
-      squares: float32 sums of squares of the residual, [padded rows, tiles of 128, rounded up to 32].
     """
 
     residual: Any
     rows: Any
-    squares: Any
 
 
 class BlockOperands(NamedTuple):
@@ -255,6 +252,9 @@ class BlockOperands(NamedTuple):
       first: int32 [1], which layer of a step the call's first is; where it attends.
       caches: of each layer, references to the keys and values that new ones are written to, [leads, slots, K, H].
       counts: a reference to int32 `COUNTS`, zeros before the first call of a step, and the same for all its calls.
+      letters: a reference to int32 [letters, 2], as `decode_block_letters_config.letters_of` the plan has them:
+        zeros, but that the squares of `down` are those of what `begin` holds, of turn 1. A call that does not attend
+        has its own; those of a step that do share them.
     """
 
     x: Any = None
@@ -269,6 +269,7 @@ class BlockOperands(NamedTuple):
     begin: Begin | None = None
     caches: tuple[tuple[Any, Any], ...] = ()
     counts: Any = None
+    letters: Any = None
 
 
 def beginning(plan: BlockPlan, dtype: Any) -> Begin:
@@ -277,7 +278,6 @@ def beginning(plan: BlockPlan, dtype: Any) -> Begin:
     return Begin(
         jax.ShapeDtypeStruct((plan.row_groups * TOGETHER, hidden), dtype),
         jax.ShapeDtypeStruct((plan.padded, hidden), dtype),
-        jax.ShapeDtypeStruct((plan.padded, round_up(hidden // BLOCK_OUTPUTS, WARP)), jnp.float32),
     )
 
 
@@ -335,6 +335,7 @@ def _attention_rules(shape: BlockShape, config: BlockConfig, attention: Attentio
         (H not in ATTENDED_HEAD_SIZES, f"attends by heads of {ATTENDED_HEAD_SIZES}, not of {H}"),
         (packed > QUERY_TILE, f"packs {QUERY_TILE} queries of a key/value head at most, not {packed}"),
         (G * H % COLUMNS > 0, f"attends where {COLUMNS} columns are of one key/value head, not with {G} heads of {H}"),
+        (keys % KEYS_MULTIPLE > 0, f"attends by {KEYS_MULTIPLE} keys at once, not by {keys}"),
         (attention.slots < keys, f"attends over caches of {keys} slots at least, not {attention.slots}"),
         (COUNTS[1] < K, f"counts {COUNTS[1]} key/value heads, not {K}"),
     ]

@@ -2,8 +2,8 @@
 
 The blocks of the cache that hold something lie in one line: key/value head after head, in each the batch rows, in each
 its blocks. Every program takes an equal run of it. The blocks of a pair of head and batch row that fall into one run
-are a part for each computing warpgroup, empty if it has none of them; part g of program p of pair t lies in place
-2 (p + t) + g, which no two parts share. How many blocks there are is known on the device alone.
+are a part for each computing warpgroup that has any, which take turns at them; part g of program p of pair t lies in
+place 2 (p + t) + g, which no two parts share. How many blocks there are is known on the device alone.
 
 The merge of the parts is cut into tasks of a few queries and columns, for as many warpgroups as possible at once.
 """
@@ -15,8 +15,7 @@ from jax import Array
 
 from pallas_kernels.gpu.hopper.attention_decode_work import div, rem
 from pallas_kernels.gpu.hopper.decode_block_config import TOGETHER, BlockPlan, unit_keys
-from pallas_kernels.gpu.hopper.decode_block_grid import GROUPS
-from pallas_kernels.gpu.hopper.decode_block_split import owner_of
+from pallas_kernels.gpu.hopper.decode_block_split import GROUPS, owner_of, share_of
 from pallas_kernels.launch import cdiv
 
 TASK_COLUMNS = 32  # one for each lane of a warp, whose rows are every fourth
@@ -82,10 +81,15 @@ class Line:
         first, last = (owner_of(unit, *self.share, div) for unit in (pair.begin, pair.end - 1))
         return first, last
 
-    def parts_of(self, k: Array) -> Array:
-        """How many parts all pairs of a key/value head have."""
-        spans = [self.programs_of(self.pair_of(k, jnp.int32(b))) for b in range(self.plan.query[0])]
-        return sum((last - first + 1 for first, last in spans), jnp.int32(0)) * GROUPS
+    def parts_there(self, program: Array, pair: Pair, most: int) -> Array:
+        """Which of the parts of a pair there are, from a program's on: bit by bit, as they lie in their places."""
+        there = jnp.int32(0)
+        for i in range(most // GROUPS):
+            begin, units = share_of(*self.share, program + i)
+            own = jnp.minimum(begin + units, pair.end) - jnp.maximum(begin, pair.begin)
+            for group in range(GROUPS):
+                there |= (own > group).astype(jnp.int32) << (i * GROUPS + group)
+        return there
 
     def place(self, program: Array, pair: Pair, group: Any = 0) -> Array:
         """Where the part of a program and warpgroup lies."""

@@ -1,10 +1,12 @@
 """The small work of the decoder step on Hopper: what is done with a set of tiles before it can be multiplied on.
 
-One computing warpgroup does it, for all rows, of which each warp holds every fourth. It begins with the sums of the
-tiles' parts.
+One computing warpgroup does it, of which each warp holds every fourth row. It begins with the sums of the tiles' parts,
+which it waits for. A set is always the same warpgroup's, so that what it has stored of the residual is what it reads.
 """
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,21 +16,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.hopper import decode_block_grid as grid
 from pallas_kernels.gpu.hopper.attention_decode_work import div
-from pallas_kernels.gpu.hopper.decode_block_config import BEFORE, COLUMNS, COUNTS, PHASES, TOGETHER, WARP
+from pallas_kernels.gpu.hopper.decode_block_config import ADDING, BEFORE, COLUMNS, COUNTS, PHASES, TOGETHER, WARP
+from pallas_kernels.gpu.hopper.decode_block_letters import Wanted, receive, send
 from pallas_kernels.gpu.hopper.decode_block_program import Program, Run
 from pallas_kernels.gpu.hopper.decode_block_rows import rows_layout, scatter
 from pallas_kernels.gpu.memory import store
+from pallas_kernels.launch import cdiv
 
 HELD = 1536  # numbers of heads that the registers have room for, with all that they are made from
+PARTS = 16  # of a sum, that are read together
+LETTERS = 64  # that a thread reads together
 ROWS = rows_layout(COLUMNS)
 SUMS = rows_layout(WARP)
-
-
 RESET = {"out": ("down", "qkv"), "gate_up": (), "down": ("out",), "qkv": ("gate_up",)}
 
 
 def finish(p: Program, run: Run, tiles: Array) -> None:
-    """The small work of a set of tiles, all of whose parts are stored; and say that it is done."""
+    """The small work of a set of tiles, once all of its parts are there; and say that it is done."""
     name, attends = p.plan.phases[run.number], p.plan.attention is not None
     {"gate_up": _activate, "qkv": _heads}.get(name, _add)(p, run, tiles)
     if not attends:
@@ -47,47 +51,49 @@ def _reset(p: Program, name: str) -> None:
 
 def _add(p: Program, run: Run, tile: Array) -> None:
     """residual + product; that times the scale of the norm that follows; and the sum of its squares."""
-    name, rows = p.plan.phases[run.number], _rows(p)
+    name = p.plan.phases[run.number]
     columns = pl.ds(pl.multiple_of(tile * COLUMNS, COLUMNS), COLUMNS)
     residual = p.out.residual if p.plan.added_before(run.number) else p.ops.residual
-    before = _read(residual.at[rows, columns], ROWS)
-    # What is read is read before anything is written, so that all of it is under way together.
-    scale = None
-    if name in p.ops.scales:
-        scale = _read(p.ops.scales[name].at[run.turn, columns], ROWS.reduce(0)).astype(jnp.float32)
-    product = _total(p, run, tile, lambda parts: _read(parts.at[rows], ROWS))
-    new = (before.astype(jnp.float32) + product).astype(before.dtype)
-    store(p.out.residual.at[rows, columns], new)
-    if scale is None:
-        return
-    if p.plan.unit_offset:
-        scale = scale + 1.0
-    wide = new.astype(jnp.float32)
-    scaled = wide * _spread(scale, wide.shape, 1, ROWS)
-    store(p.out.rows[name].at[rows, columns], scaled.astype(before.dtype))
-    store(p.out.squares[name].at[rows, tile], jnp.sum(wide * wide, axis=1))
+    for rows in _some_rows(p, run, 1, COLUMNS):
+        # What is read is read before anything is written, so that all of it is under way together.
+        before, scale = _read(residual.at[rows, columns], ROWS), None
+        if name in p.ops.scales:
+            scale = _read(p.ops.scales[name].at[run.turn, columns], ROWS.reduce(0)).astype(jnp.float32)
+        product, _ = _sums(p, run, [(tile, 0)], rows, COLUMNS)
+        new = (before.astype(jnp.float32) + product).astype(before.dtype)
+        store(p.out.residual.at[rows, columns], new)
+        if scale is None:
+            continue
+        if p.plan.unit_offset:
+            scale = scale + 1.0
+        wide = new.astype(jnp.float32)
+        scaled = wide * _spread(scale, wide.shape, 1, ROWS)
+        store(p.out.rows[name].at[rows, columns], scaled.astype(before.dtype))
+        # They are of the turn of the phase that asks for them.
+        turn = run.letters + (1 if run.number + 1 == len(p.plan.phases) else 0)
+        squares, of_rows = jnp.sum(wide * wide, axis=1), ROWS.reduce(1)
+        send(p.ops.letters, p.letters.squares[name], (rows.start, tile), (0,), squares, of_rows, turn)
 
 
 def _activate(p: Program, run: Run, tile: Array) -> None:
     """activation(gate) * up."""
-    rows, columns = _rows(p), pl.ds(pl.multiple_of(tile * COLUMNS, COLUMNS), COLUMNS)
+    columns = pl.ds(pl.multiple_of(tile * COLUMNS, COLUMNS), COLUMNS)
     tiles = p.split(run.number).tiles_of(tile)
-    gate, up = (_total(p, run, at, lambda parts: _read(parts.at[rows], ROWS)) for at in tiles)
-    factor = _factor(p, run, rows)
-    if factor is not None:
-        wide = _spread(factor, gate.shape, 0, ROWS)
-        gate, up = gate * wide, up * wide
-    target = p.out.rows[p.plan.phases[run.number]]
-    store(target.at[rows, columns], (p.plan.activation(gate) * up).astype(target.dtype))
+    for rows in _some_rows(p, run, len(tiles), COLUMNS):
+        gate, up, factor = _sums(p, run, [(each, 0) for each in tiles], rows, COLUMNS)
+        if factor is not None:
+            wide = _spread(factor, gate.shape, 0, ROWS)
+            gate, up = gate * wide, up * wide
+        target = p.out.rows[p.plan.phases[run.number]]
+        store(target.at[rows, columns], (p.plan.activation(gate) * up).astype(target.dtype))
 
 
 def _heads(p: Program, run: Run, tiles: Array) -> None:
     """The heads of a set of tiles: two where they are narrow, and one tile or two are one otherwise."""
-    H, end = p.plan.shape.heads.H, p.plan.row_groups * TOGETHER
-    together = HELD // H // TOGETHER * TOGETHER
-    for first in range(0, end, together):
+    H = p.plan.shape.heads.H
+    for rows in _some_rows(p, run, 2, H // 2, HELD // H):
         for index in range(max(1, COLUMNS // H)):
-            _head(p, run, tiles, index, pl.ds(first, min(together, end - first)))
+            _head(p, run, tiles, index, rows)
 
 
 def _head(p: Program, run: Run, tiles: Array, index: int, rows: Any) -> None:
@@ -100,10 +106,8 @@ def _head(p: Program, run: Run, tiles: Array, index: int, rows: Any) -> None:
     layout, shape = rows_layout(half), (rows.size, half)
     halves = [pl.ds(0, half), pl.ds(half, half)]
 
-    def product(start: int) -> Array:
-        within = pl.ds(start % COLUMNS, half)
-        tile = p.split(run.number).tiles_of(tiles)[start // COLUMNS]
-        return _total(p, run, tile, lambda parts: _read(parts.at[rows, within], layout))
+    def place(start: int) -> tuple[Array, int]:
+        return p.split(run.number).tiles_of(tiles)[start // COLUMNS], start % COLUMNS
 
     def vectors(ref: Any, start: Any = 0) -> list[Array]:
         some = [pl.ds(start + offset, half) for offset in (0, half)]
@@ -113,8 +117,7 @@ def _head(p: Program, run: Run, tiles: Array, index: int, rows: Any) -> None:
     def rounded(x: Array) -> Array:
         return x.astype(dtype).astype(jnp.float32)
 
-    x = [product(index * H + offset) for offset in (0, half)]
-    factor = _factor(p, run, rows)
+    *x, factor = _sums(p, run, [place(index * H + offset) for offset in (0, half)], rows, half)
     bias = vectors(p.ops.bias, pl.multiple_of(head * H, half)) if plan.biased else None
     scales = [vectors(ref) for ref in p.ops.head_scales]
     row = plgpu.broadcasted_iota(jnp.int32, (rows.size,), 0, layout=layout.reduce(1)) + rows.start
@@ -169,36 +172,51 @@ def _head(p: Program, run: Run, tiles: Array, index: int, rows: Any) -> None:
         pl.when(i == G)(lambda: write(turned, 0))
 
 
-def _rows(p: Program) -> Any:
-    """All rows, up to a whole number of groups."""
-    return pl.ds(0, p.plan.row_groups * TOGETHER)
+def _some_rows(p: Program, run: Run, arrays: int, columns: int, most: int = 16) -> Iterator[Any]:
+    """All rows, as many groups at a time as there are registers for their letters, of some arrays' columns."""
+    each = arrays * columns // WARP * min(p.split(run.number).most_parts, PARTS)
+    groups = max(1, min(LETTERS // each, most // TOGETHER))
+    for first in range(0, p.plan.row_groups, groups):
+        yield pl.ds(first * TOGETHER, min(groups, p.plan.row_groups - first) * TOGETHER)
 
 
-def _factor(p: Program, run: Run, rows: Any) -> Array | None:
-    """1 / sqrt(mean(x^2) + eps) of the norm before a product, of its rows; None where there is none."""
-    if not p.plan.added_before(run.number):
-        return None
+def _sums(p: Program, run: Run, places: Sequence[tuple[Array, Any]], rows: Any, columns: int) -> list[Any]:
+    """The sums of all parts of some tiles, [rows, columns] from a column on, in the order of the programs.
+
+    Then the factor of the norm before the product, 1 / sqrt(mean(x^2) + eps) of its rows: None where there is none.
+    """
+    split, box = p.split(run.number), p.letters.parts[p.plan.phases[run.number]]
+    layout, most, factor = rows_layout(columns), split.most_parts, None
+    parts: list[list[Array]] = [[] for _ in places]
+    for begin in range(0, most, PARTS):
+        wanted = []
+        for tile, column in places:
+            first, last = split.programs_of(tile, div)
+            count = jnp.clip(last - first + 1 - begin, 0, PARTS)
+            place, shape = (first + tile + begin, rows.start, column), (rows.size, columns)
+            wanted.append(Wanted(box, place, (1, 2), shape, layout, (1 << count) - 1, min(PARTS, most - begin)))
+        squares = _squares(p, run, rows) if begin == 0 else []
+        found = receive(p.ops.letters, wanted + squares, run.letters)
+        for own, more in zip(parts, found, strict=False):
+            own += more
+        for tiles in found[len(parts) :]:
+            factor = lax.rsqrt(jnp.sum(_added(tiles), axis=-1) * (1 / split.inputs) + p.plan.eps)
+    return [*map(_added, parts), factor]
+
+
+def _squares(p: Program, run: Run, rows: Any) -> list[Wanted]:
+    """What the factor of the norm before a product is made from."""
     before = BEFORE[p.plan.phases[run.number]]
-    size, squares, total = p.split(run.number).inputs, p.out.squares[before], None
-    for start in range(0, squares.shape[1], WARP):
-        some = _read(squares.at[rows, pl.ds(start, WARP)], SUMS)
-        if (start + WARP) * COLUMNS > size:
-            at = plgpu.broadcasted_iota(jnp.int32, some.shape, 1, layout=SUMS)
-            some = jnp.where(at < size // COLUMNS - start, some, 0.0)
-        total = some if total is None else total + some
-    assert total is not None
-    return lax.rsqrt(jnp.sum(total, axis=-1) * (1 / size) + p.plan.eps)
+    if before not in ADDING or not p.plan.added_before(run.number):
+        return []
+    box = p.letters.squares[before]
+    count = cdiv(box.shape[1], WARP)
+    return [Wanted(box, (rows.start, 0), (0, 1), (rows.size, WARP), SUMS, (1 << count) - 1, count, (1, WARP))]
 
 
-def _total(p: Program, run: Run, tile: Array, read: Callable[[Any], Array]) -> Array:
-    """What is read of a tile's parts, added up."""
-    split, parts = p.split(run.number), p.out.parts[p.plan.phases[run.number]]
-    first, last = split.programs_of(tile, div)
-    values = [read(parts.at[jnp.minimum(first + i, last) + tile]) for i in range(split.most_parts)]
-    total = values[0]
-    for i, value in enumerate(values[1:], 1):
-        total = total + jnp.where(jnp.broadcast_to(first + i <= last, value.shape), value, 0.0)
-    return total
+def _added(parts: Sequence[Array]) -> Array:
+    """In their order."""
+    return functools.reduce(operator.add, parts)
 
 
 def _read(ref: Any, layout: Any) -> Array:

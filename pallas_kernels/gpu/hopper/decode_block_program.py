@@ -11,34 +11,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.hopper.attention_decode_work import rem
 from pallas_kernels.gpu.hopper.decode_block_config import PHASES, Begin, BlockOperands, BlockPlan
+from pallas_kernels.gpu.hopper.decode_block_letters_config import letters_of
 from pallas_kernels.gpu.hopper.decode_block_line import Line, merge_tasks
 from pallas_kernels.gpu.hopper.decode_block_split import Split, share_of
 
 
 class Buffers(NamedTuple):
-    """What a call writes, by the names of phases where each has its own.
+    """What a call writes.
 
     Args:
-      parts: of a product, float32 [places, padded rows, BLOCK_OUTPUTS]; of `attend`, outputs of parts float32 [places,
-        packed queries in fours, H].
-      normalisers: of the parts of `attend`, in base 2: float32 [places, QUERY_TILE].
-      rows: what the next product multiplies, [padded rows, inputs].
-      squares: behind `out` and `down`, float32 sums of squares [padded rows, tiles of 128, rounded up to 32].
+      rows: what the product after each phase multiplies, [padded rows, inputs], by the name of the phase.
       residual: [row_groups * 4, hidden].
       query: as `BlockPlan.query`.
     """
 
-    parts: dict[str, Any]
     rows: dict[str, Any]
-    squares: dict[str, Any]
-    normalisers: Any = None
     residual: Any = None
     query: Any = None
 
     def going_on(self, begin: Begin) -> "Buffers":
         """With what one call with attention leaves for the next."""
-        rows, squares = {"down": begin.rows}, {"down": begin.squares}
-        return self._replace(rows=self.rows | rows, squares=self.squares | squares, residual=begin.residual)
+        return self._replace(rows=self.rows | {"down": begin.rows}, residual=begin.residual)
 
 
 class Scratch(NamedTuple):
@@ -60,7 +53,7 @@ class Run(NamedTuple):
 
     Args:
       layer, number: of the phase.
-      turn: how often the phase has come before, as the words of its sets count.
+      turn: how often the phase has come before.
       rank: of the program among those that share the phase.
       begin, units: the first unit, and how many.
       done: how many blocks were copied before.
@@ -74,6 +67,29 @@ class Run(NamedTuple):
     units: Array
     done: Array
 
+    @property
+    def letters(self) -> Array:
+        """The turn of letters that belong to the phase."""
+        return self.turn + 1
+
+    @property
+    def turns_before(self) -> Array:
+        """How often the phase before has come; the first of a layer goes on from the layer before."""
+        return self.turn + 1 if self.number else self.turn
+
+
+class Only(NamedTuple):
+    """What a launch does where it does not do everything: for interpreters, whose programs run one after the other.
+
+    Args:
+      layer, number: of the phase.
+      small_work: whether it is the small work behind the phase, or all before that.
+    """
+
+    layer: int
+    number: int
+    small_work: bool
+
 
 class Program:
     """One program of a call.
@@ -83,16 +99,15 @@ class Program:
       ops: what it reads.
       out: what it writes.
       scratch: its shared memory.
-      only: the layer, and the phase by its number, that it does; None for all of them.
+      only: None to do everything.
     """
 
-    def __init__(
-        self, plan: BlockPlan, ops: BlockOperands, out: Buffers, scratch: Scratch, only: tuple[int, int] | None
-    ) -> None:
+    def __init__(self, plan: BlockPlan, ops: BlockOperands, out: Buffers, scratch: Scratch, only: Only | None) -> None:
         self.plan, self.ops, self.out, self.scratch, self.only = plan, ops, out, scratch, only
         self.program, self.group = lax.axis_index("program"), lax.axis_index("group")
         self.line = None if plan.attention is None else Line(plan, ops.lengths)
         self.first = jnp.int32(0) if plan.attention is None else ops.first[0]
+        self.letters = letters_of(plan)
 
     def each(self, do: Callable[[Run], None]) -> None:
         """Do this program's run of every phase of every layer, one after the other.
@@ -101,7 +116,7 @@ class Program:
         """
         layers, phases = range(self.plan.layers), range(len(self.plan.phases))
         if self.only is not None:
-            layers, phases = (range(at, at + 1) for at in self.only)
+            layers, phases = (range(at, at + 1) for at in self.only[:2])
 
         def one_layer(layer: Array, done: Array) -> Array:
             for number in phases:
@@ -129,11 +144,26 @@ class Program:
             return self.line.share
         return divmod(merge_tasks(self.plan), programs) if name == "merge" else self.split(number).share
 
+    @property
+    def copies(self) -> bool:
+        """Whether it does what comes before small work."""
+        return self.only is None or not self.only.small_work
+
+    @property
+    def finishes(self) -> bool:
+        """Whether it does small work."""
+        return self.only is None or self.only.small_work
+
     def split(self, number: int) -> Split:
         """How the product of a phase is shared out."""
         split = self.plan.splits[number]
         assert split is not None
         return split
+
+    def owned(self, number: int) -> tuple[Array, Array]:
+        """The first of the sets of a product whose small work is this program's in all layers, and how many."""
+        least, more = divmod(self.split(number).sets, self.plan.config.programs)
+        return share_of(least, more, self.program)
 
     def words(self, name: str) -> Any:
         """Those of a phase's sets, wherever a call begins."""

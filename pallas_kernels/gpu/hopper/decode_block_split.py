@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-BLOCK_OUTPUTS = 128  # of a unit: 64 for each of two warpgroups
+GROUPS = 2  # computing warpgroups of a program
+BLOCK_OUTPUTS = 128  # of a unit: 64 for each of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,18 +74,9 @@ class Split:
         first, last = self.programs_of(np.arange(self.tiles))
         return int((last - first).max()) + 1
 
-    def set_of(self, tile: Any, div: Any = np.floor_divide) -> Any:
-        """The set that a tile belongs to; `div` as in `program_of`."""
-        return tile - div(tile, self.sets) * self.sets if self.apart else div(tile, self.together)
-
     def tiles_of(self, number: Any) -> list[Any]:
         """The tiles of a set."""
         return [number + i * self.sets if self.apart else number * self.together + i for i in range(self.together)]
-
-    def parts_of(self, number: Any, div: Any = np.floor_divide) -> Any:
-        """How many parts the tiles of a set have; `div` as in `program_of`."""
-        spans = [self.programs_of(tile, div) for tile in self.tiles_of(number)]
-        return sum(last - first + 1 for first, last in spans)
 
     def programs_of(self, tile: Any, div: Any = np.floor_divide) -> tuple[Any, Any]:
         """The first and the last program that sum up a tile; `div` as in `program_of`."""

@@ -15,12 +15,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gpu.hopper import decode_block_attention as attention
 from pallas_kernels.gpu.hopper import decode_block_grid as grid
 from pallas_kernels.gpu.hopper.attention_decode_work import div, rem
+from pallas_kernels.gpu.hopper.attention_tile import MATRIX
 from pallas_kernels.gpu.hopper.decode_block_config import BEFORE, COLUMNS, ROWS_MULTIPLE
+from pallas_kernels.gpu.hopper.decode_block_letters import send
 from pallas_kernels.gpu.hopper.decode_block_program import Program, Run
-from pallas_kernels.gpu.hopper.decode_block_split import BLOCK_OUTPUTS
-from pallas_kernels.gpu.memory import store
+from pallas_kernels.gpu.hopper.decode_block_split import BLOCK_OUTPUTS, GROUPS
 
-TILE = BLOCK_OUTPUTS // grid.GROUPS  # outputs of one warpgroup's matrix product
+TILE = BLOCK_OUTPUTS // GROUPS  # outputs of one warpgroup's matrix product
 
 
 # Copying.
@@ -29,7 +30,8 @@ TILE = BLOCK_OUTPUTS // grid.GROUPS  # outputs of one warpgroup's matrix product
 def copy_weights(p: Program) -> None:
     """Copy the blocks of all products, and the keys of those of the cache, as soon as there is free memory.
 
-    To send them to the L2 cache still earlier made a call slower.
+    Not all that there is: what is asked for waits in a queue, and with it whatever other programs wait for. To send
+    blocks to the L2 cache still earlier made a call slower.
     """
 
     def copy(run: Run) -> None:
@@ -40,6 +42,9 @@ def copy_weights(p: Program) -> None:
         @pl.loop(run.done, run.done + run.units)
         def _unit(index: Array) -> None:
             p.wait_until_free(index)
+            arrived = index - p.plan.config.in_flight
+            stage = rem(jnp.maximum(arrived, 0), p.plan.config.stages)
+            pl.when(arrived >= 0)(lambda: plgpu.barrier_wait(p.scratch.weights_ready.at[stage]))
             if name == "attend":
                 attention.copy_keys(p, run, index)
             else:
@@ -89,11 +94,9 @@ def copy_rows(p: Program) -> None:
 def _look(p: Program, run: Run, index: Array, most: Array) -> Array:
     """Wait for the rows of a unit; for how many of at most so many from there on they have come."""
     split, before = p.split(run.number), BEFORE[p.plan.phases[run.number]]
-    columns, done = attention.rows_of_a_word(p) if before == "merge" else (COLUMNS, grid.DONE)
+    columns, times = attention.rows_of_a_word(p) if before == "merge" else (COLUMNS, 1)
     block = rem(run.begin + index - run.done, split.blocks)
-    # The first phase of a layer goes on from the layer before.
-    turns = run.turn + (1 if run.number else 0)
-    return grid.look(p.words(before), split, block, most, columns, turns * done)
+    return grid.look(p.words(before), split, block, most, columns, run.turns_before * times)
 
 
 def _copy_some_rows(p: Program, run: Run, index: Array) -> None:
@@ -112,11 +115,17 @@ def _copy_some_rows(p: Program, run: Run, index: Array) -> None:
 
 
 def multiply(p: Program, run: Run, finish: Callable[[Array], None]) -> None:
-    """Sum up the units of a product's run, tile by tile, and `finish` the sets of tiles that this completes."""
-    lax.while_loop(lambda done: done < run.units, lambda done: _tile(p, run, finish, done), jnp.int32(0))
+    """Sum up the units of a product's run, tile by tile, then `finish` the sets of tiles that are this warpgroup's."""
+    if p.copies:
+        lax.while_loop(lambda done: done < run.units, lambda done: _tile(p, run, done), jnp.int32(0))
+    begin, count = p.owned(run.number) if p.finishes else (0, 0)
+
+    @pl.loop(begin, begin + count)
+    def _set(tiles: Array) -> None:
+        pl.when(rem(tiles, GROUPS) == p.group)(lambda: finish(tiles))
 
 
-def _tile(p: Program, run: Run, finish: Callable[[Array], None], done: Array) -> Array:
+def _tile(p: Program, run: Run, done: Array) -> Array:
     """Sum up the units of one tile, from unit `done` of the run on; returns how many are done."""
     name, split, stages = p.plan.phases[run.number], p.split(run.number), p.plan.config.stages
     tile = div(run.begin + done, split.blocks)
@@ -139,9 +148,5 @@ def _tile(p: Program, run: Run, finish: Callable[[Array], None], done: Array) ->
 
     total = pl.run_scoped(add_up, plgpu.ACC((TILE, p.plan.padded), jnp.float32))
     p.release(index + units - 1)
-    target = p.out.parts[name].at[run.rank + tile, :, mine].transpose((1, 0))
-    store(target, plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED))
-    tiles = split.set_of(tile, div)
-    last = grid.arrive(p.words(name).at[tiles], split.parts_of(tiles, div), run.turn)
-    pl.when(last > 0)(lambda: finish(tiles))
+    send(p.ops.letters, p.letters.parts[name], (run.rank + tile, 0, mine.start), (2, 1), total, MATRIX, run.letters)
     return done + units

@@ -1,4 +1,4 @@
-"""What the programs of the decoder step tell each other, interpreted: words that count, and rows written one by one.
+"""What the programs of the decoder step tell each other, interpreted: words, letters, and rows written one by one.
 
 Programs run one after the other, each phase in a launch of its own: a look at a word that says no would wait for ever,
 and is an error. Or all run side by side, as a cluster does in the interpreter, and wait for each other as on a GPU.
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax._src import callback
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
@@ -77,22 +76,22 @@ def _inline(self: Any, eqn: Any, token: Any, get_invals: Any) -> tuple[Any, list
     function, count, invals = eqn.params["mgpu_fn"], eqn.params["pytree_args"].num_leaves, get_invals()
     transforms = jax.tree.unflatten(eqn.params["pytree_ref_transforms"], invals[count:])
     operands = [_resolved(*each) for each in zip(eqn.invars[:count], invals[:count], transforms, strict=True)]
-    run = functools.partial(_run, function, len(eqn.outvars))
-    results = (gpu_callbacks.TOKEN_SHAPE_DTYPE, *[jax.ShapeDtypeStruct((), jnp.int32)] * len(eqn.outvars))
+    run = functools.partial(_run, function)
+    avals = (variable.aval for variable in eqn.outvars)
+    results = (gpu_callbacks.TOKEN_SHAPE_DTYPE, *(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in avals))
     token, *found = callback.io_callback(run, results, token, self.thread, operands, ordered=False)
     return token, found
 
 
 @gpu_callbacks.fail_on_exception
-def _run(function: Any, results: int, token: Any, thread: Any, operands: list[Any]) -> tuple[Any, ...]:
+def _run(function: Any, token: Any, thread: Any, operands: list[Any]) -> tuple[Any, ...]:
     ref, *values = operands
     known: dict[str, Any] = {
-        "arrive_at": _arrive,
         "tell_all": _tell,
         "look_at": _look,
-        "wait_for_parts": _wait_for_parts,
+        "send_letters": _send,
+        "receive_letters": _receive,
         "scatter_rows": _scatter,
-        "store_first": _store_first,
     }
     interpretation = known[function.__name__]
     needed = inspect.signature(interpretation).parameters.values()
@@ -103,36 +102,59 @@ def _run(function: Any, results: int, token: Any, thread: Any, operands: list[An
         with ONE_AT_A_TIME:
             found = interpretation(_Buffer(ref, thread), *map(np.asarray, values), **static)
         if not isinstance(found, Waiting):
-            return token, *(np.int32(found) for _ in range(results))
+            return token, *found
         assert time.monotonic() < until, found.what
         time.sleep(0.01)
 
 
-def _arrive(word: _Buffer, halves: Any) -> bool:
-    count = word.read() + 1
-    word.write(count)
-    return bool(count == halves)
-
-
-def _tell(word: _Buffer, *, amount: int) -> None:
-    word.write(word.read() + amount)
+def _tell(word: _Buffer) -> tuple[()]:
+    word.write(word.read() + 1)
+    return ()
 
 
 def _look(words: _Buffer, block: Any, most: Any, done: Any, *, split: Any, columns: int) -> Any:
     ahead = (block + np.arange(LOOKS)) % split.blocks
     there = words.read()[ahead * split.block_inputs // columns] >= done
-    return (
-        min(int(np.argmin([*there, False])), int(most)) if there[0] else Waiting("rows are looked for that never come")
-    )
+    if not there[0]:
+        return Waiting("rows are looked for that never come")
+    return (np.int32(min(int(np.argmin([*there, False])), int(most))),)
 
 
-def _wait_for_parts(word: _Buffer, count: Any) -> Any:
-    found = word.read()
-    assert found <= count, "parts are waited for that never come: there are more"
-    return None if found == count else Waiting("parts are waited for that never come")
+def _numbered(first: Any, shape: tuple[int, ...], steps: list[int], room: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The letter of every number of an array, and whether there is one."""
+    index = np.indices(shape)
+    letter = first + sum(i * step for i, step in zip(index, steps, strict=True))
+    return letter, np.all([i < size for i, size in zip(index, room, strict=True)], axis=0)
 
 
-def _scatter(ref: _Buffer, x: Any, *numbers: Any, column: Any) -> None:
+def _send(letters: _Buffer, x: Any, first: Any, *more: Any, steps: list[int]) -> tuple[()]:
+    *room, turn = more
+    whole, (at, inside) = letters.read(), _numbered(first, x.shape, steps, room)
+    assert len(np.unique(at[inside])) == inside.sum(), "two numbers in one letter"
+    whole[at[inside], 0], whole[at[inside], 1] = x.view(np.int32)[inside], turn
+    letters.write(whole)
+    return ()
+
+
+def _receive(letters: _Buffer, *more: Any, wanted: Any) -> Any:
+    *known, turn = more
+    whole, found, known = letters.read(), [], iter(known)
+    for each in wanted:
+        first, room = next(known), [next(known) for _ in each.axes]
+        parts, (axis, distance) = next(known), each.apart
+        for i in range(each.most):
+            less = [size - i * distance * (own == axis) for size, own in zip(room, each.axes, strict=True)]
+            at, inside = _numbered(first + each.offsets()[i], each.shape, each.steps(), less)
+            inside &= bool(parts >> i & 1)
+            if not (whole[at[inside], 1] == turn).all():
+                return Waiting("letters are waited for that never come")
+            part = np.zeros(each.shape, np.int32)
+            part[inside] = whole[at[inside], 0]
+            found.append(part.view(np.float32))
+    return tuple(found)
+
+
+def _scatter(ref: _Buffer, x: Any, *numbers: Any, column: Any) -> tuple[()]:
     whole, start = ref.read(), np.zeros(len(x), int)
     if column is not None:
         *index, start = numbers
@@ -142,9 +164,4 @@ def _scatter(ref: _Buffer, x: Any, *numbers: Any, column: Any) -> None:
         if all(0 <= i < size for i, size in zip(place, whole.shape, strict=False)):
             whole[tuple(place)][begin : begin + row.size] = row
     ref.write(whole)
-
-
-def _store_first(ref: _Buffer, x: Any, *, rows: int) -> None:
-    whole = ref.read()
-    whole[:rows] = x[:rows]
-    ref.write(whole)
+    return ()

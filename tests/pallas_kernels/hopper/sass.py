@@ -262,6 +262,7 @@ def _decode_block(
 
     from pallas_kernels.gpu.hopper import decode_block_config as block
     from pallas_kernels.gpu.hopper.decode_block import decode_block
+    from pallas_kernels.gpu.hopper.decode_block_letters_config import letters_of
 
     heads, slots, C = block.Heads(8, 4, H), 2048, 4096
     shape = block.BlockShape(rows, C, 14336, heads)
@@ -292,11 +293,12 @@ def _decode_block(
         None if alone else jax.tree.map(lambda x: make(x.shape, x.dtype), block.beginning(plan, jnp.bfloat16)),
         (cache,) * layers if "qkv" in phases else (),
         make(block.COUNTS, jnp.int32),
+        make((letters_of(plan).total, 2), jnp.int32),
     )
 
     def call(given: Any, held: Any) -> Any:
-        begin, caches, counts = refs = jax.tree.map(jax.new_ref, held)
-        out = decode_block(plan, given._replace(begin=begin, caches=caches, counts=counts))
+        begin, caches, counts, letters = refs = jax.tree.map(jax.new_ref, held)
+        out = decode_block(plan, given._replace(begin=begin, caches=caches, counts=counts, letters=letters))
         return out.residual, out.query, *map(jax.freeze, jax.tree.leaves(refs))
 
     return call, (given, held)

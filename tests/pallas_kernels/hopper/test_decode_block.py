@@ -24,10 +24,13 @@ from pallas_kernels.gpu.hopper.decode_block_config import (
     TOGETHER,
     Begin,
     BlockOperands,
+    BlockPlan,
     Places,
     beginning,
     refusals,
 )
+from pallas_kernels.gpu.hopper.decode_block_letters_config import letters_of
+from pallas_kernels.gpu.hopper.decode_block_program import Only
 from tests.mutants import mutant
 from tests.pallas_kernels.hopper.decode_block_cases import ATTENDING, CASES, EVERY, FEW, ONE, SCALE, SMALL, Case
 from tests.pallas_kernels.hopper.decode_block_words import words_interpreted
@@ -72,9 +75,7 @@ def operands(case: Case, calls: int = 1) -> BlockOperands:
     if case.held:
         wide_rows = wide(begin)[: shape.rows]
         scaled = jnp.asarray(wide_rows * 1.5, jnp.bfloat16)  # by the scale of the norm in front of the first layer
-        squares = (wide_rows**2).reshape(shape.rows, -1, 128).sum(-1)
-        values = begin, scaled, jnp.asarray(squares, jnp.float32)
-        begin = Begin(*map(at_least_as_large, values, beginning(plan, jnp.bfloat16)))
+        begin = Begin(*map(at_least_as_large, (begin, scaled), beginning(plan, jnp.bfloat16)))
     else:
         x = normal(shape.rows, sizes[0][0])
     return BlockOperands(
@@ -95,6 +96,17 @@ def operands(case: Case, calls: int = 1) -> BlockOperands:
         begin=begin if case.held else None,
         caches=tuple((cache(), cache()) for _ in range(layers)) if makes else (),
     )
+
+
+def letters(plan: BlockPlan, begin: Begin | None) -> jax.Array:
+    """All letters, of which only what a step begins with has been sent; that of no turn, which none is, is NaN."""
+    boxes, rows = letters_of(plan), plan.shape.rows
+    whole = np.zeros((boxes.total, 2), np.int32)
+    whole[:, 0] = np.float32(np.nan).view(np.int32)
+    if begin is not None:
+        squares = (wide(begin.residual[:rows]) ** 2).reshape(rows, -1, 128).sum(-1)
+        whole[: squares.size] = np.stack([squares.astype(np.float32).view(np.int32).ravel(), np.ones(squares.size)], 1)
+    return jnp.asarray(whole)
 
 
 def at_least_as_large(x: jax.Array, shape: Any) -> jax.Array:
@@ -125,18 +137,21 @@ def interpret(case: Case, kernel: ModuleType, calls: int, patience: float | None
     whole, shapes = operands(case, calls), kernel.buffers(case.plan, jnp.bfloat16)
     begin, caches, counts = whole.begin, whole.caches, jnp.zeros(COUNTS, jnp.int32)
     for number in range(calls):
+        if number == 0 or not case.held:
+            post = letters(case.plan, begin if case.held else None)
         out = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), shapes)
-        alone = itertools.product(range(case.layers), range(len(case.phases)))
+        alone = itertools.starmap(Only, itertools.product(range(case.layers), range(len(case.phases)), (False, True)))
         for at in alone if patience is None else (None,):
 
-            def run(state: Any, number: int = number, at: tuple[int, int] | None = at) -> Any:
-                into, begin, caches, counts = refs = jax.tree.map(jax.new_ref, state)
-                own = of_call(case, whole._replace(caches=caches), number)._replace(begin=begin, counts=counts)
+            def run(state: Any, number: int = number, at: Only | None = at) -> Any:
+                into, begin, caches, counts, post = refs = jax.tree.map(jax.new_ref, state)
+                own = of_call(case, whole._replace(caches=caches), number)
+                own = own._replace(begin=begin, counts=counts, letters=post)
                 kernel.decode_block(case.plan, own, at, into)
                 return jax.tree.map(jax.freeze, refs)
 
             with words_interpreted(patience):
-                out, begin, caches, counts = jax.jit(run)((out, begin, caches, counts))
+                out, begin, caches, counts, post = jax.jit(run)((out, begin, caches, counts, post))
     return named(case, begin.residual if case.held else out.residual, out.query, caches)
 
 
@@ -284,17 +299,24 @@ def test_programs_that_wait_wrongly_are_noticed(old: str, new: str, own: tuple[t
     ("place", "old", "new"),
     [
         (small_work, "before.astype(jnp.float32) + product", "product"),  # the residual is left out
-        (small_work, "jnp.minimum(first + i, last) + tile", "first + tile"),  # one part of a tile is read for all
+        (small_work, "last - first + 1 - begin", "last - first - begin"),  # summed without its last part
         (small_work, "parts[0] * cos - parts[1] * sin", "parts[0] * cos + parts[1] * sin"),
         (small_work, "before = BEFORE[p.plan.phases[run.number]]", 'before = "out"'),  # the factor of the norm before
-        (stream, "split.parts_of(tiles, div),", "split.parts_of(tiles, div) - 1,"),  # summed before its last part
-        (small_work, '"out": ("down", "qkv")', '"out": ()'),  # words of the call before say that all is done
+        (small_work, "(tile, 0)], rows", "(tile * 0, 0)], rows"),  # the same tile for all
     ],
 )
 def test_a_wrong_kernel_is_noticed(place: ModuleType, old: str, new: str) -> None:
     kernel = wrong(place, old, new)
     with pytest.raises(AssertionError):
-        check(CASES["three rows"], kernel, calls=2 if old.startswith('"out"') else 1)
+        check(CASES["three rows"], kernel)
+
+
+@pytest.mark.slow
+def test_words_of_the_call_before_are_noticed() -> None:
+    """They say that all rows are there."""
+    kernel = wrong(small_work, '"out": ("down", "qkv")', '"out": ()')
+    with pytest.raises(AssertionError):
+        check(CASES["three rows"], kernel, calls=2, patience=SHORT)
 
 
 @pytest.mark.slow
@@ -327,31 +349,20 @@ def test_wrong_attention_is_noticed(place: ModuleType, old: str, new: str) -> No
 @pytest.mark.parametrize(
     ("place", "old", "new", "case", "message"),
     [
-        # Nobody comes last.
-        (
-            stream,
-            "split.parts_of(tiles, div),",
-            "split.parts_of(tiles, div) + 1,",
-            CASES["three rows"],
-            "rows are looked",
-        ),
         (small_work, "p.words(name).at[tiles]", "p.words(name).at[0]", CASES["three rows"], "rows are looked"),
-        (stream, "div), run.turn)", "div), jnp.int32(0))", ATTENDING["one token"], "rows are looked"),
+        (stream, "run.turns_before * times", "(run.turn + 1) * times", ATTENDING["one token"], "rows are looked"),
         (
             attention,
-            'tell(p.words("merge").at[k], 1)',
-            'tell(p.words("merge").at[0], 1)',
+            'tell(p.words("merge").at[k])',
+            'tell(p.words("merge").at[0])',
             ATTENDING["one token"],
             "rows are looked",
         ),
-        (attention, "line.parts_of(k)", "line.parts_of(k) + 1", SMALL, "parts are waited"),
-        (
-            attention,
-            "(run.turn + 1) * line.parts_of(k)",
-            "line.parts_of(k)",
-            ATTENDING["one token"],
-            "parts are waited",
-        ),
+        (stream, "MATRIX, run.letters", "MATRIX, run.letters - 1", ATTENDING["one token"], "letters are waited"),
+        # The second warpgroup keeps its part.
+        (attention, "units > p.group", "units > 2 * p.group", ATTENDING["one token"], "letters are waited"),
+        # Squares of the layer's own turn.
+        (small_work, "run.letters + (1 if", "run.letters + (0 if", ATTENDING["one token"], "letters are waited"),
     ],
 )
 def test_a_kernel_that_would_wait_for_ever_is_noticed(
@@ -364,10 +375,12 @@ def test_a_kernel_that_would_wait_for_ever_is_noticed(
 
 def lowered(case: Case) -> str:
     def call(given: BlockOperands) -> Any:
-        begin, caches, counts = refs = jax.tree.map(
-            jax.new_ref, (given.begin, given.caches, jnp.zeros(COUNTS, jnp.int32))
+        post = letters(case.plan, None)
+        begin, caches, counts, post = refs = jax.tree.map(
+            jax.new_ref, (given.begin, given.caches, jnp.zeros(COUNTS, jnp.int32), post)
         )
-        out = module.decode_block(case.plan, given._replace(begin=begin, caches=caches, counts=counts))
+        given = given._replace(begin=begin, caches=caches, counts=counts, letters=post)
+        out = module.decode_block(case.plan, given)
         return out.residual, out.query, *map(jax.freeze, jax.tree.leaves(refs))
 
     return jax.jit(call).trace(operands(case)).lower(lowering_platforms=("cuda",)).as_text()

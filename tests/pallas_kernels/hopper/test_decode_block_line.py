@@ -24,8 +24,7 @@ from pallas_kernels.gpu.hopper.decode_block_config import (
     Heads,
     heuristic,
 )
-from pallas_kernels.gpu.hopper.decode_block_grid import GROUPS
-from pallas_kernels.gpu.hopper.decode_block_split import Split, share_of
+from pallas_kernels.gpu.hopper.decode_block_split import GROUPS, Split, share_of
 from tests.mutants import mutant
 from tests.pallas_kernels.hopper.decode_block_cases import ATTENDING, SCALE, SMALL, Case
 
@@ -47,15 +46,20 @@ def test_every_unit_has_one_program_and_every_part_a_place(inputs: int, outputs:
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_every_tile_is_in_one_set_with_all_its_parts(apart: bool) -> None:
+def test_every_tile_is_in_one_set(apart: bool) -> None:
     split = Split(512, 1024, 128, 5, together=2, apart=apart)
     tiles = [split.tiles_of(number) for number in range(split.sets)]
     assert sorted(tile for those in tiles for tile in those) == list(range(split.tiles))
-    assert all(split.set_of(tile) == number for number, those in enumerate(tiles) for tile in those)
     assert tiles[1] == ([1, 5] if apart else [2, 3])
-    assert sum(map(split.parts_of, range(split.sets))) == len(
-        {(int(split.program_of(unit)), unit // split.blocks) for unit in range(split.units)}
-    )
+
+
+def test_every_set_has_one_owner() -> None:
+    """Distinct programs, where there are enough of them."""
+    for sets, programs in ((8, 132), (112, 132), (224, 132), (3, 1)):
+        begin, count = (np.asarray(x) for x in share_of(*divmod(sets, programs), jnp.arange(programs)))
+        owned = [list(range(first, first + many)) for first, many in zip(begin, count, strict=True)]
+        assert [one for some in owned for one in some] == list(range(sets))
+        assert max(map(len, owned)) == -(-sets // programs)
 
 
 @pytest.mark.parametrize("attends", [False, True])
@@ -73,6 +77,7 @@ def test_programs_that_do_one_more_take_turns(attends: bool) -> None:
 
 
 MOST_UNITS = 48
+PROGRAMS = 8  # whose parts are asked for together
 
 
 @functools.cache
@@ -85,14 +90,15 @@ def laid_out(module: ModuleType, case: Case) -> Any:
         k, b = (jnp.asarray(x.ravel(), jnp.int32) for x in np.indices((K, B)))
         pairs = jax.vmap(own.pair_of)(k, b)
         program = jnp.arange(plan.config.programs, dtype=jnp.int32)
+        parts_there = functools.partial(own.parts_there, most=GROUPS * PROGRAMS)
         places = jax.vmap(lambda p: jax.vmap(functools.partial(own.place, p))(pairs))(program)
         return {
             "runs": share_of(own.share[0], own.share[1], program),
             "of units": jax.vmap(own.pair)(jnp.arange(MOST_UNITS, dtype=jnp.int32)),
             "pairs": pairs,
             "programs": jax.vmap(own.programs_of)(pairs),
-            "parts": jax.vmap(own.parts_of)(jnp.arange(K, dtype=jnp.int32)),
-            "places": places,  # [program, pair]
+            "parts": jax.vmap(lambda p: jax.vmap(functools.partial(parts_there, p))(pairs))(program),  # [program, pair]
+            "places": places,
         }
 
     return jax.jit(numbers)
@@ -121,7 +127,10 @@ def check_line(module: ModuleType, case: Case, lengths: list[list[int]]) -> None
     for pair in range(K * B):
         those = [p for other, p in parts if other == pair]
         assert those == list(range(found["programs"][0][pair], found["programs"][1][pair] + 1))
-    assert found["parts"].tolist() == [GROUPS * sum(pair // B == k for pair, _ in parts) for k in range(K)]
+    for first, pair in np.ndindex(len(runs), K * B):
+        units = [sum(owners[unit] == pair for unit in run) for run in runs[first : first + PROGRAMS]]
+        there = [count > group for count in units for group in range(GROUPS)]
+        assert found["parts"][first, pair] == sum(1 << i for i, one in enumerate(there) if one)
     places = {int(found["places"][p, pair]) + group for pair, p in parts for group in range(GROUPS)}
     assert len(places) == GROUPS * len(parts)
     assert max(places) < module.places(case.plan)
@@ -151,7 +160,9 @@ def test_a_line_of_blocks(case: Case, data: st.DataObject) -> None:
             "(unit, *self.share, div) for unit in (pair.begin, pair.end - 1)",
             "(unit, *self.share, div) for unit in (pair.begin, pair.end)",
         ),
-        ("jnp.int32(0)) * GROUPS", "jnp.int32(0))"),
+        ("own > group", "own >= group"),
+        ("program + i)", "program)"),
+        ("jnp.minimum(begin + units, pair.end)", "begin + units"),
         ("later = unit - k * self.ends[-1] >= first", "later = unit - k * self.ends[-1] > first"),
         ("(plan.config.programs + B * K - 1)", "(plan.config.programs + B * K - 2)"),
     ],
