@@ -10,9 +10,18 @@ WORKERS = os.cpu_count() or 1  # programs at a time, which leaves no meaning to 
 
 def build_all[Name, Made](builders: Mapping[Name, Callable[[], Made]], workers: int = WORKERS) -> dict[Name, Made]:
     """What all builders make, by name; the first error of one of them ends it."""
+    return build_both(builders, {}, workers)[0]
+
+
+def build_both[Name, Made, Other, Thing](
+    builders: Mapping[Name, Callable[[], Made]], others: Mapping[Other, Callable[[], Thing]], workers: int = WORKERS
+) -> tuple[dict[Name, Made], dict[Other, Thing]]:
+    """What the builders of two kinds of things make, all side by side."""
     with concurrent.futures.ThreadPoolExecutor(max(1, workers)) as pool:
         waiting = {name: pool.submit(build) for name, build in builders.items()}
-        return {name: one.result() for name, one in waiting.items()}
+        also = {name: pool.submit(build) for name, build in others.items()}
+        made = {name: one.result() for name, one in waiting.items()}
+        return made, {name: one.result() for name, one in also.items()}
 
 
 def build_those_that_can[Name, Made](

@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments import hugging_face, round_costs
 from experiments.bandwidth_bound import read_rate, step_bytes
-from experiments.compilation import build_all
+from experiments.compilation import build_all, build_both
 from experiments.harness import Job
 from experiments.large_pair import FUSED_HELP, SLOTS, agree, fused_by, random_prompt
 from experiments.pairs import Pair
@@ -266,8 +266,10 @@ def speculation(job: Job, own: Mapping[str, Params], exact: Checked) -> None:
     few = {"steps": 2, "repeats": 1} if job.smoke else {}
     shape = round_costs.Shape(1, args.capacity, **few)
     with job.console.status("compiling"):
-        loops = build_all(round_costs.part_loops(pair, lengths, SAMPLING, shape))
-        programs = build_all(program_builders(pair, (0, *lengths), batches[0], SAMPLING, "chain", args.max_new_tokens))
+        loops, programs = build_both(
+            round_costs.part_loops(pair, lengths, SAMPLING, shape),
+            program_builders(pair, (0, *lengths), batches[0], SAMPLING, "chain", args.max_new_tokens),
+        )
     found: dict[float, dict[int, Speedup]] = {acceptance: {} for acceptance in acceptances}
     parts = round_costs.parts(loops)
     for length in job.track(lengths, "draft lengths"):

@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments import round_costs
 from experiments.bandwidth_bound import read_rate, step_bytes
-from experiments.compilation import build_all
+from experiments.compilation import build_all, build_both
 from experiments.harness import Job
 from experiments.host_memory import AnonymousPeak
 from experiments.programs import Programs, Prompts, Timings, later_tokens_per_round, program_builders, time_decoding
@@ -32,6 +32,7 @@ TIME = "6 minutes on an H200"
 
 LOAD_BAR, PLAIN_BAR, VERIFY_BARS, SPEEDUP_BAR = 2e9, 1.18, {4: 1.05, 8: 1.08}, 0.05
 HOST_ALLOWANCE = 1_000_000_000
+PARTS = ("loading", "decoding")
 SLOTS = 128  # of a cache that the fused layers take
 FUSED_HELP = "decode some layers by one kernel (decode_block), both models; in a smoke run by its twin"
 
@@ -46,10 +47,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--fused", action="store_true", help=FUSED_HELP)
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=PARTS,
+        help="of the experiment (default: both); without loading, "
+        "weights are made on the device and no checkpoint is written",
+    )
 
 
 def run(job: Job) -> None:
-    """Write both checkpoints, load them, and decode."""
+    """Write both checkpoints and load them, and decode."""
     args = job.args
     for name in ("draft_length", "capacity", "max_new_tokens", "repeats"):
         at_least(name.replace("_", "-"), getattr(args, name), 1)
@@ -62,11 +71,15 @@ def run(job: Job) -> None:
     names = {"target": args.target, "draft": args.draft}
     configs = SMOKE if job.smoke else {role: models.PRESETS[name] for role, name in names.items()}
     configs = {role: dataclasses.replace(config, eos_token_ids=()) for role, config in configs.items()}
-    with tempfile.TemporaryDirectory(dir=args.folder or job.out) as folder:
-        for role, config in configs.items():
-            write(job, Path(folder) / role, config)
-        loaded = {role: load(job, Path(folder) / role, role, config) for role, config in configs.items()}
-    decode(job, configs, loaded)
+    if "loading" in args.parts:
+        with tempfile.TemporaryDirectory(dir=args.folder or job.out) as folder:
+            for role, config in configs.items():
+                write(job, Path(folder) / role, config)
+            params = {role: load(job, Path(folder) / role, role, config) for role, config in configs.items()}
+    else:
+        params = {role: random_params(config, job.seed) for role, config in configs.items()}
+    if "decoding" in args.parts:
+        decode(job, configs, params)
 
 
 def write(job: Job, folder: Path, config: models.DecoderConfig) -> None:
@@ -124,9 +137,10 @@ def decode(job: Job, configs: dict[str, models.DecoderConfig], loaded: dict[str,
     shape = round_costs.Shape(1, args.capacity, **({"steps": 2, "repeats": 1} if job.smoke else {}))
     batches = [random_prompt(job, vocab_size, args.draft_length)]
     with job.console.status("compiling"):
-        loops = build_all(round_costs.part_loops(pair, lengths, SAMPLING, shape))
-        drafts = 0, args.draft_length
-        built = build_all(program_builders(pair, drafts, batches[0], SAMPLING, "chain", args.max_new_tokens))
+        loops, built = build_both(
+            round_costs.part_loops(pair, lengths, SAMPLING, shape),
+            program_builders(pair, (0, args.draft_length), batches[0], SAMPLING, "chain", args.max_new_tokens),
+        )
     programs = Programs(*built.values())
     parts = round_costs.parts(loops)[args.draft_length]
     over_bound = report_steps(job, parts, configs["target"], shape)

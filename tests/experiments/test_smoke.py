@@ -31,7 +31,7 @@ HEAVY = (
     "train_pair",
     "tune_attention",
 )
-FUSED = [("large_pair", ()), ("decode_roofline", ("--parts", "speculation"))]
+FUSED = [("large_pair", ("--parts", "decoding")), ("decode_roofline", ("--parts", "speculation"))]
 
 
 def cpu_seconds() -> float:
