@@ -154,7 +154,9 @@ def as_language_model(
       decode_block: "hopper" for one kernel between every two attentions in forwards of up to 16 tokens, all rows
         together, on the GPUs and for the sizes that `flashspec.fusion.decode_block` says; or, over a dense cache
         without windows or an `attention` of one's own, one kernel for some layers with their attention. Or other
-        implementations (a tuple of them for the first that can). None for products one by one, about as fast.
+        implementations (a tuple of them for the first that can). None for products one by one, which were slower on
+        an H200 up to eight rows, in small models above all, and faster from nine on. Two programs with such a kernel
+        must not run on one device at once: each waits for all of its multiprocessors.
 
     Returns:
       A `LanguageModel` with logits [B,T,V] in float32 or better. Its prefill skips the head, and goes in chunks where a

@@ -17,8 +17,8 @@ copies these blocks ahead, those of all products in one line, and waits for noth
 the step itself); so memory is read while others compute. It asks for a few at a time: what is asked for is a queue, and
 numbers that programs send each other would come behind it. Another warpgroup copies the rows that are multiplied, each
 128 columns of them once they are there. The other two multiply, and send their part of every tile of outputs
-(`decode_block_letters`). A set of tiles belongs to one warpgroup of one program, in all layers: it waits for the parts,
-adds them up in the order of the programs, does the small work, and says by a word that rows are there
+(`decode_block_letters`). Four rows of a set of tiles belong to one warpgroup of one program, in all layers: it waits
+for the parts, adds them up in the order of the programs, does the small work, and says by a word that they are there
 (`decode_block_grid`). Programs never meet.
 
 That no program waits for ever rests on two things. All programs are on the chip at once, as each has a multiprocessor

@@ -98,7 +98,8 @@ def _wait_for_heads(p: Program, run: Run, k: Array) -> None:
     count = last - first + 1
 
     def more(there: Array) -> Array:
-        return there + grid.look(p.words("qkv"), each, first + there, count - there, split.block_inputs, run.turn + 1)
+        done = (run.turn + 1) * p.plan.row_groups
+        return there + grid.look(p.words("qkv"), each, first + there, count - there, split.block_inputs, done)
 
     lax.while_loop(lambda there: there < count, more, jnp.int32(0))
 

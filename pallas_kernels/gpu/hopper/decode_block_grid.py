@@ -1,8 +1,8 @@
 """What the programs of the decoder step on Hopper tell each other: that rows are there, by words in device memory.
 
 Rows are read by the copy engine, which looks at no turn (`decode_block_letters`). So there is a word for the rows of a
-set of tiles. Whoever has done the small work of the set adds one to it, and who multiplies what came of it looks for
-that first. Words go on counting from layer to layer: `turn` says how often a phase has come before.
+set of tiles. Whoever has done the set's small work for four of them adds one to it, and who multiplies what came of it
+looks for that first. Words go on counting from layer to layer: `turn` says how often a phase has come before.
 
 Whoever has seen a word at a value may read what was written before it came to that: an addition is a release, and a
 look an acquire, with barriers of the warpgroup between its one thread and the others. Rows are written by stores and

@@ -1,12 +1,12 @@
 """The small work of the decoder step on Hopper: what is done with a set of tiles before it can be multiplied on.
 
-One computing warpgroup does it, of which each warp holds every fourth row. It begins with the sums of the tiles' parts,
-which it waits for. A set is always the same warpgroup's, so that what it has stored of the residual is what it reads.
+A computing warpgroup does it for four rows, one in each of its warps. It begins with the sums of the tiles' parts,
+which it waits for. Rows of a set are always the same warpgroup's: what it has stored of the residual is what it reads.
 """
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,20 +23,20 @@ from pallas_kernels.gpu.hopper.decode_block_rows import rows_layout, scatter
 from pallas_kernels.gpu.memory import store
 from pallas_kernels.launch import cdiv
 
-HELD = 1536  # numbers of heads that the registers have room for, with all that they are made from
-PARTS = 16  # of a sum, that are read together
 LETTERS = 64  # that a thread reads together
 ROWS = rows_layout(COLUMNS)
 SUMS = rows_layout(WARP)
 RESET = {"out": ("down", "qkv"), "gate_up": (), "down": ("out",), "qkv": ("gate_up",)}
 
 
-def finish(p: Program, run: Run, tiles: Array) -> None:
-    """The small work of a set of tiles, once all of its parts are there; and say that it is done."""
+def finish(p: Program, run: Run, task: Array) -> None:
+    """The small work of a set of tiles for some rows, once all of its parts are there; and say that it is done."""
     name, attends = p.plan.phases[run.number], p.plan.attention is not None
-    {"gate_up": _activate, "qkv": _heads}.get(name, _add)(p, run, tiles)
+    tiles = div(task, p.plan.row_groups)
+    rows = pl.ds(pl.multiple_of((task - tiles * p.plan.row_groups) * TOGETHER, TOGETHER), TOGETHER)
+    {"gate_up": _activate, "qkv": _heads}.get(name, _add)(p, run, tiles, rows)
     if not attends:
-        pl.when(tiles == 0)(lambda: _reset(p, name))
+        pl.when(task == 0)(lambda: _reset(p, name))
     if attends or run.number + 1 < len(p.plan.phases):
         grid.tell(p.words(name).at[tiles])
 
@@ -49,51 +49,47 @@ def _reset(p: Program, name: str) -> None:
         store(words, plgpu.layout_cast(jnp.zeros(COUNTS[1:], jnp.int32), layout))
 
 
-def _add(p: Program, run: Run, tile: Array) -> None:
+def _add(p: Program, run: Run, tile: Array, rows: Any) -> None:
     """residual + product; that times the scale of the norm that follows; and the sum of its squares."""
     name = p.plan.phases[run.number]
     columns = pl.ds(pl.multiple_of(tile * COLUMNS, COLUMNS), COLUMNS)
     residual = p.out.residual if p.plan.added_before(run.number) else p.ops.residual
-    for rows in _some_rows(p, run, 1, COLUMNS):
-        # What is read is read before anything is written, so that all of it is under way together.
-        before, scale = _read(residual.at[rows, columns], ROWS), None
-        if name in p.ops.scales:
-            scale = _read(p.ops.scales[name].at[run.turn, columns], ROWS.reduce(0)).astype(jnp.float32)
-        product, _ = _sums(p, run, [(tile, 0)], rows, COLUMNS)
-        new = (before.astype(jnp.float32) + product).astype(before.dtype)
-        store(p.out.residual.at[rows, columns], new)
-        if scale is None:
-            continue
-        if p.plan.unit_offset:
-            scale = scale + 1.0
-        wide = new.astype(jnp.float32)
-        scaled = wide * _spread(scale, wide.shape, 1, ROWS)
-        store(p.out.rows[name].at[rows, columns], scaled.astype(before.dtype))
-        # They are of the turn of the phase that asks for them.
-        turn = run.letters + (1 if run.number + 1 == len(p.plan.phases) else 0)
-        squares, of_rows = jnp.sum(wide * wide, axis=1), ROWS.reduce(1)
-        send(p.ops.letters, p.letters.squares[name], (rows.start, tile), (0,), squares, of_rows, turn)
+    # What is read is read before anything is written, so that all of it is under way together.
+    before, scale = _read(residual.at[rows, columns], ROWS), None
+    if name in p.ops.scales:
+        scale = _read(p.ops.scales[name].at[run.turn, columns], ROWS.reduce(0)).astype(jnp.float32)
+    product, _ = _sums(p, run, [(tile, 0)], rows, COLUMNS)
+    new = (before.astype(jnp.float32) + product).astype(before.dtype)
+    store(p.out.residual.at[rows, columns], new)
+    if scale is None:
+        return
+    if p.plan.unit_offset:
+        scale = scale + 1.0
+    wide = new.astype(jnp.float32)
+    scaled = wide * _spread(scale, wide.shape, 1, ROWS)
+    store(p.out.rows[name].at[rows, columns], scaled.astype(before.dtype))
+    # They are of the turn of the phase that asks for them.
+    turn = run.letters + (1 if run.number + 1 == len(p.plan.phases) else 0)
+    squares, of_rows = jnp.sum(wide * wide, axis=1), ROWS.reduce(1)
+    send(p.ops.letters, p.letters.squares[name], (rows.start, tile), (0,), squares, of_rows, turn)
 
 
-def _activate(p: Program, run: Run, tile: Array) -> None:
+def _activate(p: Program, run: Run, tile: Array, rows: Any) -> None:
     """activation(gate) * up."""
     columns = pl.ds(pl.multiple_of(tile * COLUMNS, COLUMNS), COLUMNS)
     tiles = p.split(run.number).tiles_of(tile)
-    for rows in _some_rows(p, run, len(tiles), COLUMNS):
-        gate, up, factor = _sums(p, run, [(each, 0) for each in tiles], rows, COLUMNS)
-        if factor is not None:
-            wide = _spread(factor, gate.shape, 0, ROWS)
-            gate, up = gate * wide, up * wide
-        target = p.out.rows[p.plan.phases[run.number]]
-        store(target.at[rows, columns], (p.plan.activation(gate) * up).astype(target.dtype))
+    gate, up, factor = _sums(p, run, [(each, 0) for each in tiles], rows, COLUMNS)
+    if factor is not None:
+        wide = _spread(factor, gate.shape, 0, ROWS)
+        gate, up = gate * wide, up * wide
+    target = p.out.rows[p.plan.phases[run.number]]
+    store(target.at[rows, columns], (p.plan.activation(gate) * up).astype(target.dtype))
 
 
-def _heads(p: Program, run: Run, tiles: Array) -> None:
+def _heads(p: Program, run: Run, tiles: Array, rows: Any) -> None:
     """The heads of a set of tiles: two where they are narrow, and one tile or two are one otherwise."""
-    H = p.plan.shape.heads.H
-    for rows in _some_rows(p, run, 2, H // 2, HELD // H):
-        for index in range(max(1, COLUMNS // H)):
-            _head(p, run, tiles, index, rows)
+    for index in range(max(1, COLUMNS // p.plan.shape.heads.H)):
+        _head(p, run, tiles, index, rows)
 
 
 def _head(p: Program, run: Run, tiles: Array, index: int, rows: Any) -> None:
@@ -101,7 +97,7 @@ def _head(p: Program, run: Run, tiles: Array, index: int, rows: Any) -> None:
     plan, places, (_, G, H) = p.plan, p.ops.places, p.plan.shape.heads
     head = tiles * max(1, COLUMNS // H) + index
     k = div(head, G + 2)
-    i = head - k * (G + 2)
+    which = head - k * (G + 2)
     half, dtype = H // 2, p.out.query.dtype
     layout, shape = rows_layout(half), (rows.size, half)
     halves = [pl.ds(0, half), pl.ds(half, half)]
@@ -122,13 +118,14 @@ def _head(p: Program, run: Run, tiles: Array, index: int, rows: Any) -> None:
     scales = [vectors(ref) for ref in p.ops.head_scales]
     row = plgpu.broadcasted_iota(jnp.int32, (rows.size,), 0, layout=layout.reduce(1)) + rows.start
     lead, slot, cos, sin = jnp.full_like(row, -1), jnp.full_like(row, -1), jnp.zeros(shape), jnp.zeros(shape)
-    # One by one, as there may be fewer than a layout has.
-    for one in range(rows.start, min(rows.start + rows.size, plan.shape.rows)):
+    # One by one, as there may be fewer than a layout has: then the last is read again, for none.
+    for i in range(min(rows.size, plan.shape.rows)):
+        one = jnp.minimum(rows.start + i, plan.shape.rows - 1)
         lead, slot = (
             jnp.where(row == one, jnp.broadcast_to(ref[one], row.shape), x)
             for ref, x in ((places.lead, lead), (places.slot, slot))
         )
-        here = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) == one - rows.start
+        here = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) == i
         cos, sin = (
             jnp.where(here, _spread(_read(ref.at[one], layout.reduce(0)), shape, 1, layout), x)
             for ref, x in ((places.cos, cos), (places.sin, sin))
@@ -138,22 +135,22 @@ def _head(p: Program, run: Run, tiles: Array, index: int, rows: Any) -> None:
     if bias is not None:
         x = [rounded(part) + by for part, by in zip(x, bias, strict=True)]
 
-    def write(parts: list[Array], which: int) -> None:
+    def write(parts: list[Array], array: int) -> None:
         def scatter_parts(cache: Any) -> None:
             for part, where in zip(parts, halves, strict=True):
-                scatter(cache[which].at[:, :, k, where], part.astype(dtype), lead, slot)
+                scatter(cache[array].at[:, :, k, where], part.astype(dtype), lead, slot)
 
         p.of_layer(run.layer, p.ops.caches, scatter_parts)
 
-    pl.when(i == G + 1)(lambda: write(x, 1))
+    pl.when(which == G + 1)(lambda: write(x, 1))
 
-    @pl.when(i <= G)
+    @pl.when(which <= G)
     def _turn() -> None:
         parts = [rounded(part) for part in x]
         if plan.head_norms:
             squares = jnp.sum(parts[0] * parts[0] + parts[1] * parts[1], axis=1)
             by = _spread(lax.rsqrt(squares * (1 / H) + plan.eps), shape, 0, layout)
-            is_key = jnp.broadcast_to(i == G, shape)
+            is_key = jnp.broadcast_to(which == G, shape)
             for at in range(2):
                 scale = jnp.where(is_key, scales[1][at], scales[0][at])
                 if plan.unit_offset:
@@ -162,22 +159,14 @@ def _head(p: Program, run: Run, tiles: Array, index: int, rows: Any) -> None:
                     parts[at] = rounded(rounded(parts[at] * by) * scale)
         turned = [parts[0] * cos - parts[1] * sin, parts[1] * cos + parts[0] * sin]
 
-        @pl.when(i < G)
+        @pl.when(which < G)
         def _query() -> None:
             b = plgpu.layout_cast(div(row, plan.tokens), layout.reduce(1))
-            packed = (row - b * plan.tokens) * G + i
+            packed = (row - b * plan.tokens) * G + which
             for part, where in zip(turned, halves, strict=True):
                 scatter(p.out.query.at[:, k, :, where], part.astype(dtype), b, packed)
 
-        pl.when(i == G)(lambda: write(turned, 0))
-
-
-def _some_rows(p: Program, run: Run, arrays: int, columns: int, most: int = 16) -> Iterator[Any]:
-    """All rows, as many groups at a time as there are registers for their letters, of some arrays' columns."""
-    each = arrays * columns // WARP * min(p.split(run.number).most_parts, PARTS)
-    groups = max(1, min(LETTERS // each, most // TOGETHER))
-    for first in range(0, p.plan.row_groups, groups):
-        yield pl.ds(first * TOGETHER, min(groups, p.plan.row_groups - first) * TOGETHER)
+        pl.when(which == G)(lambda: write(turned, 0))
 
 
 def _sums(p: Program, run: Run, places: Sequence[tuple[Array, Any]], rows: Any, columns: int) -> list[Any]:
@@ -187,14 +176,15 @@ def _sums(p: Program, run: Run, places: Sequence[tuple[Array, Any]], rows: Any, 
     """
     split, box = p.split(run.number), p.letters.parts[p.plan.phases[run.number]]
     layout, most, factor = rows_layout(columns), split.most_parts, None
+    together = LETTERS // (len(places) * columns // WARP)
     parts: list[list[Array]] = [[] for _ in places]
-    for begin in range(0, most, PARTS):
+    for begin in range(0, most, together):
         wanted = []
         for tile, column in places:
             first, last = split.programs_of(tile, div)
-            count = jnp.clip(last - first + 1 - begin, 0, PARTS)
+            count = jnp.clip(last - first + 1 - begin, 0, together)
             place, shape = (first + tile + begin, rows.start, column), (rows.size, columns)
-            wanted.append(Wanted(box, place, (1, 2), shape, layout, (1 << count) - 1, min(PARTS, most - begin)))
+            wanted.append(Wanted(box, place, (1, 2), shape, layout, (1 << count) - 1, min(together, most - begin)))
         squares = _squares(p, run, rows) if begin == 0 else []
         found = receive(p.ops.letters, wanted + squares, run.letters)
         for own, more in zip(parts, found, strict=False):

@@ -161,8 +161,11 @@ class Program:
         return split
 
     def owned(self, number: int) -> tuple[Array, Array]:
-        """The first of the sets of a product whose small work is this program's in all layers, and how many."""
-        least, more = divmod(self.split(number).sets, self.plan.config.programs)
+        """The first of the tasks of small work behind a product that are this program's in all layers, and how many.
+
+        A task is a set of tiles for a group of rows; those of one set follow each other.
+        """
+        least, more = divmod(self.split(number).sets * self.plan.row_groups, self.plan.config.programs)
         return share_of(least, more, self.program)
 
     def words(self, name: str) -> Any:

@@ -94,7 +94,7 @@ def copy_rows(p: Program) -> None:
 def _look(p: Program, run: Run, index: Array, most: Array) -> Array:
     """Wait for the rows of a unit; for how many of at most so many from there on they have come."""
     split, before = p.split(run.number), BEFORE[p.plan.phases[run.number]]
-    columns, times = attention.rows_of_a_word(p) if before == "merge" else (COLUMNS, 1)
+    columns, times = attention.rows_of_a_word(p) if before == "merge" else (COLUMNS, p.plan.row_groups)
     block = rem(run.begin + index - run.done, split.blocks)
     return grid.look(p.words(before), split, block, most, columns, run.turns_before * times)
 
@@ -115,14 +115,14 @@ def _copy_some_rows(p: Program, run: Run, index: Array) -> None:
 
 
 def multiply(p: Program, run: Run, finish: Callable[[Array], None]) -> None:
-    """Sum up the units of a product's run, tile by tile, then `finish` the sets of tiles that are this warpgroup's."""
+    """Sum up the units of a product's run, tile by tile, then `finish` the tasks that are this warpgroup's."""
     if p.copies:
         lax.while_loop(lambda done: done < run.units, lambda done: _tile(p, run, done), jnp.int32(0))
     begin, count = p.owned(run.number) if p.finishes else (0, 0)
 
     @pl.loop(begin, begin + count)
-    def _set(tiles: Array) -> None:
-        pl.when(rem(tiles, GROUPS) == p.group)(lambda: finish(tiles))
+    def _task(task: Array) -> None:
+        pl.when(rem(task, GROUPS) == p.group)(lambda: finish(task))
 
 
 def _tile(p: Program, run: Run, done: Array) -> Array:
