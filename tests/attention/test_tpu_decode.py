@@ -94,7 +94,7 @@ def test_every_view_against_loops_in_numpy(kind: str) -> None:
             check(decode(Arrays(jnp.asarray(q), view), **options)[:1], attend(q, k, v, wrong)[:1], 1e-3)
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [None, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_tree_of_new_tokens(window: int | None) -> None:
     q, k, v = history()
     tree = jnp.asarray(ancestry(PARENTS))

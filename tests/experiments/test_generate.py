@@ -34,9 +34,8 @@ def run(model: Path, out: Path, *options: str) -> tuple[int, dict[str, Any]]:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--draft", "ngram"),
+        ("--draft", "ngram", "--temperature", "2", "--top-k", "5", "--top-p", "0.7"),
         ("--draft-layers", "1", "--temperature", "0"),
-        ("--temperature", "2", "--top-k", "5", "--top-p", "0.7"),
     ],
 )
 def test_a_model_of_one_s_own(

@@ -20,8 +20,10 @@ TIMEOUT = 600
 # 12 to 30 s of CPU time each, over code that other smoke runs or tests of their own go through.
 HEAVY = (
     "attention_end_to_end",
+    "attention_throughput",
     "blockwise_memory",
     "decode_roofline",
+    "fusion",
     "graph_replay",
     "large_pair",
     "loop_overhead",
@@ -30,6 +32,7 @@ HEAVY = (
     "speculative_load",
     "train_pair",
     "tune_attention",
+    "window_error",
 )
 FUSED = [("large_pair", ("--parts", "decoding")), ("decode_roofline", ("--parts", "speculation"))]
 
@@ -76,7 +79,7 @@ def test_smoke_with_fused_layers(name: str, parts: tuple[str, ...], tmp_path: Pa
     run_smoke(name, ("--fused", *parts), tmp_path)
 
 
-@pytest.mark.parametrize(("name", "parts"), FUSED)
+@pytest.mark.parametrize(("name", "parts"), [FUSED[0], pytest.param(*FUSED[1], marks=pytest.mark.slow)])
 def test_fused_layers_are_those_of_the_pair(name: str, parts: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
     """The twin serves a smoke run anywhere; the kernel in its place is refused here, so that it is what decodes."""
     monkeypatch.setattr(f"experiments.{name}.fused_by", lambda job: "hopper")
