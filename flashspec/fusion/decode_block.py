@@ -34,7 +34,7 @@ from flashspec.fusion.decode_block_request import (
 )
 from flashspec.fusion.decode_block_rules import with_rules
 from flashspec.selection import Implementation, Target, first_that_can, named, resolve_device, run_where_lowered
-from pallas_kernels.gpu.hopper.decode_block_config import COUNTS, MAX_ROWS, TOGETHER, BlockShape
+from pallas_kernels.gpu.hopper.decode_block_config import MAX_ROWS, TOGETHER, BlockShape
 
 __all__ = [
     "MAX_ROWS",
@@ -73,7 +73,7 @@ def start(x: Array) -> Stream:
     """The stream before the first call of a step, from embeddings x [rows, C]."""
     if x.ndim != 2:
         raise fail("x", "rank 2, shape [rows, C]", f"shape {list(x.shape)}")
-    return Stream(jnp.pad(x, ((0, -x.shape[0] % TOGETHER), (0, 0))), jnp.zeros(COUNTS, jnp.int32))
+    return Stream(jnp.pad(x, ((0, -x.shape[0] % TOGETHER), (0, 0))))
 
 
 def decode_block(

@@ -86,7 +86,7 @@ def decode_block(kernel: Kernel, request: BlockRequest, arrays: BlockArrays) -> 
     """
     form, mlp, heads = request.form, arrays.mlp, arrays.heads
     plan = _plan(request, _products(mlp is not None, heads is not None), _config(request))
-    held = {"key": arrays.key, "value": arrays.value, "counts": arrays.stream.counts}
+    held = {"key": arrays.key, "value": arrays.value}
     refs: dict[str, Any] = {name: jax.new_ref(x) for name, x in held.items() if x is not None}
     given: dict[str, Any] = {}
     matrices: dict[str, Array] = {}
@@ -102,10 +102,11 @@ def decode_block(kernel: Kernel, request: BlockRequest, arrays: BlockArrays) -> 
         if mlp is not None:
             given["scales"]["down"] = heads.norm[None]
     weights = tuple((matrices[name],) for name in plan.phases)
-    letters = jax.new_ref(jnp.zeros((letters_of(plan).total, 2), jnp.int32))
-    out = kernel(plan, BlockOperands(weights=weights, **given, counts=refs["counts"], letters=letters))
+    # What programs tell each other begins anew with every call: a word of the call before says that rows are there.
+    told = {"counts": jnp.zeros(COUNTS, jnp.int32), "letters": jnp.zeros((letters_of(plan).total, 2), jnp.int32)}
+    out = kernel(plan, BlockOperands(weights=weights, **given, **jax.tree.map(jax.new_ref, told)))
     after: dict[str, Array] = {name: jax.freeze(ref) for name, ref in refs.items()}
-    stream = Stream(arrays.stream.residual if mlp is None else out.residual, after["counts"])
+    stream = Stream(arrays.stream.residual if mlp is None else out.residual)
     query = None if heads is None else out.query.reshape(request.shape.rows, -1, form.heads.H)
     return stream, query, after.get("key"), after.get("value")
 

@@ -76,11 +76,9 @@ class Stream(NamedTuple):
 
     Args:
       residual: x [rows rounded up to 4, C]; the rows added hold anything.
-      counts: what the programs of the kernel tell each other; XLA hands them on.
     """
 
     residual: Array
-    counts: Array
 
 
 class BlockArrays(NamedTuple):
@@ -170,7 +168,7 @@ def make_layers_request(arrays: LayersArrays, form: BlockForm, scale: float) -> 
     if not arrays.layers or {len(arrays.keys), len(arrays.values)} != {len(arrays.layers)}:
         found = f"{len(arrays.layers)}, {len(arrays.keys)} and {len(arrays.values)}"
         raise fail("layers", "one or more, and as many `keys` and `values`", found)
-    stream = Stream(jax.ShapeDtypeStruct((rows + -rows % 4, hidden), arrays.x.dtype), None)  # type: ignore[arg-type]
+    stream = Stream(jax.ShapeDtypeStruct((rows + -rows % 4, hidden), arrays.x.dtype))  # type: ignore[arg-type]
     attended: Any = jax.ShapeDtypeStruct((rows, K * G * H), arrays.x.dtype)
     requests = {
         make_request(BlockArrays(stream, attended, layer.mlp, layer.heads, arrays.places, key, value), form)
@@ -196,7 +194,7 @@ def make_request(arrays: BlockArrays, form: BlockForm) -> BlockRequest:
     Raises:
       ValueError: an argument is wrong; the message names it.
     """
-    (residual, _), attended, mlp, heads, places, key, value = arrays
+    (residual,), attended, mlp, heads, places, key, value = arrays
     K, G, H = form.heads
     sizes = checks.shape("stream.residual", residual, "R C")
     rows = _rows(arrays, sizes["R"])

@@ -30,9 +30,12 @@ def kernel(plan: BlockPlan, ops: BlockOperands) -> Buffers:
     SEEN.append(plan)
     rows, offset, adds = plan.shape.rows, float(plan.unit_offset), bool(set(ADDING) & set(plan.phases))
     begin, first, scales = ops.begin, 0 if ops.first is None else ops.first[0], ops.scales or {}
-    x, by, query = ops.x, jnp.ones((), jnp.float32), None
+    # Words that another call has left say that rows are there which are not.
+    by = jnp.where(jnp.all(ops.counts[...] == first), 1.0, jnp.nan).astype(jnp.float32)
+    ops.counts[...] = jnp.broadcast_to(first + plan.layers, ops.counts.shape)
+    x, query = ops.x, None
     if begin is not None:
-        x, by = begin.rows[:rows], factor(plan, squares_of(plan, ops, first + 1), plan.shape.hidden)
+        x, by = begin.rows[:rows], by * factor(plan, squares_of(plan, ops, first + 1), plan.shape.hidden)
     residual = wide((ops if begin is None else begin).residual[:rows]) if adds else jnp.zeros(())
     for layer, (number, name) in itertools.product(range(plan.layers), enumerate(plan.phases)):
         if name == "attend":

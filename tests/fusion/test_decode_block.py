@@ -132,6 +132,8 @@ def test_dropped_writes_keep_every_bit(standing_in: None) -> None:
     ("old", "new"),
     [
         ('{"out": mlp.norm[None]}', '{"out": mlp.norm[None] * 2}'),
+        # Words that a call before would have left.
+        ('{"counts": jnp.zeros(', '{"counts": jnp.ones('),
         pytest.param("mlp.gate_up.reshape(", "mlp.gate_up[:, ::-1].reshape(", marks=pytest.mark.slow),
         pytest.param('["query_norm", "key_norm"]', '["key_norm", "query_norm"]', marks=pytest.mark.slow),
     ],
@@ -327,6 +329,7 @@ def test_whole_layers_and_their_twin(monkeypatch: pytest.MonkeyPatch) -> None:
                 ("jnp.full(1, run.start, jnp.int32)", "jnp.zeros(1, jnp.int32)"),
                 ("tuple(caches[i] for i in run)", "tuple(caches[i - run.start] for i in run)"),
                 ('{"qkv": heads[i].qkv}', '{"qkv": heads[0].qkv}'),
+                ('"counts": jax.new_ref(jnp.zeros(', '"counts": jax.new_ref(jnp.ones('),
                 ('"lengths": arrays.lengths.astype(jnp.int32)', '"lengths": arrays.lengths.astype(jnp.int32) - 1'),
                 ("attention=request.attention", "attention=dataclasses.replace(request.attention, scale=1.0)"),
                 ("squares = jnp.sum((wide * wide)", "squares = jnp.sum((2 * wide * wide)"),

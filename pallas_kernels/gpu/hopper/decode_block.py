@@ -32,12 +32,6 @@ phases before it at most, waited for something that is made of everything the ph
 the product before. What has been read by then cannot change by what is written afterwards. And what a set's small work
 reads besides letters, its residual, the same threads have written.
 
-A word counts up within a call, through all layers. Between calls without attention, which share their words, it has to
-be 0 again, and may be set to that once nobody will look at it: the small work of a product sets those of phases before
-the one before, all of whose rows have been used then; and that of `out` sets those that the call before has left, of
-`down` and `qkv` (`decode_block_phases`). The words are not those of the calls of another step, so that the last call of
-a step need not leave zeros.
-
 Both warpgroups that copy have something to copy for every block, that of the rows the values of a block of the cache. A
 barrier tells one phase of it from the next, no more: who only waited for it could miss two.
 

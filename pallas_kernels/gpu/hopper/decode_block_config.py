@@ -251,10 +251,10 @@ class BlockOperands(NamedTuple):
       begin: where a call attends.
       first: int32 [1], which layer of a step the call's first is; where it attends.
       caches: of each layer, references to the keys and values that new ones are written to, [leads, slots, K, H].
-      counts: a reference to int32 `COUNTS`, zeros before the first call of a step, and the same for all its calls.
+      counts: a reference to int32 `COUNTS`, zeros at first, for each call that does not attend and for all of a step
+        that do.
       letters: a reference to int32 [letters, 2], as `decode_block_letters_config.letters_of` the plan has them:
-        zeros, but that the squares of `down` are those of what `begin` holds, of turn 1. A call that does not attend
-        has its own; those of a step that do share them.
+        zeros, but that the squares of `down` are those of what `begin` holds, of turn 1; for calls as `counts`.
     """
 
     x: Any = None
@@ -290,7 +290,7 @@ def shared_bytes(shape: BlockShape, config: BlockConfig, attends: bool = False) 
 def heuristic(shape: BlockShape, cores: int, attends: bool = False) -> BlockConfig:
     """Settings on a chip of `cores` multiprocessors: one program on each, as many stages as fit."""
     one, two = (shared_bytes(shape, BlockConfig(cores, stages=stages), attends) for stages in (2, 3))
-    return BlockConfig(cores, stages=2 + (SHARED_BYTES - one) // (two - one))
+    return BlockConfig(cores, stages=max(2, 2 + (SHARED_BYTES - one) // (two - one)))
 
 
 def unit_keys(shape: BlockShape, config: BlockConfig) -> int:

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu.hopper import decode_block_grid as grid
 from pallas_kernels.gpu.hopper.attention_decode_work import div
-from pallas_kernels.gpu.hopper.decode_block_config import ADDING, BEFORE, COLUMNS, COUNTS, PHASES, TOGETHER, WARP
+from pallas_kernels.gpu.hopper.decode_block_config import ADDING, BEFORE, COLUMNS, TOGETHER, WARP
 from pallas_kernels.gpu.hopper.decode_block_letters import Wanted, receive, send
 from pallas_kernels.gpu.hopper.decode_block_program import Program, Run
 from pallas_kernels.gpu.hopper.decode_block_rows import rows_layout, scatter
@@ -24,9 +24,9 @@ from pallas_kernels.gpu.memory import store
 from pallas_kernels.launch import cdiv
 
 LETTERS = 64  # that a thread reads together
+PARTS = 16  # of a sum among them
 ROWS = rows_layout(COLUMNS)
 SUMS = rows_layout(WARP)
-RESET = {"out": ("down", "qkv"), "gate_up": (), "down": ("out",), "qkv": ("gate_up",)}
 
 
 def finish(p: Program, run: Run, task: Array) -> None:
@@ -35,18 +35,8 @@ def finish(p: Program, run: Run, task: Array) -> None:
     tiles = div(task, p.plan.row_groups)
     rows = pl.ds(pl.multiple_of((task - tiles * p.plan.row_groups) * TOGETHER, TOGETHER), TOGETHER)
     {"gate_up": _activate, "qkv": _heads}.get(name, _add)(p, run, tiles, rows)
-    if not attends:
-        pl.when(task == 0)(lambda: _reset(p, name))
     if attends or run.number + 1 < len(p.plan.phases):
         grid.tell(p.words(name).at[tiles])
-
-
-def _reset(p: Program, name: str) -> None:
-    """Set words to 0 that nobody looks at any more, or not yet."""
-    layout = plgpu.Layout.WG_STRIDED(COUNTS[1:], vec_size=COUNTS[1] // grid.THREADS)
-    for other in RESET[name]:
-        words = p.ops.counts.at[PHASES.index(other)]
-        store(words, plgpu.layout_cast(jnp.zeros(COUNTS[1:], jnp.int32), layout))
 
 
 def _add(p: Program, run: Run, tile: Array, rows: Any) -> None:
@@ -176,7 +166,7 @@ def _sums(p: Program, run: Run, places: Sequence[tuple[Array, Any]], rows: Any, 
     """
     split, box = p.split(run.number), p.letters.parts[p.plan.phases[run.number]]
     layout, most, factor = rows_layout(columns), split.most_parts, None
-    together = LETTERS // (len(places) * columns // WARP)
+    together = min(PARTS, LETTERS // (len(places) * columns // WARP))
     parts: list[list[Array]] = [[] for _ in places]
     for begin in range(0, most, together):
         wanted = []
