@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from flashspec.checks import fail
 from flashspec.fusion import backends, decode_block_hopper, decode_block_xla
 from flashspec.fusion.decode_block_request import (
     BlockArrays,
@@ -31,10 +30,11 @@ from flashspec.fusion.decode_block_request import (
     Places,
     Stream,
     make_request,
+    start,
 )
 from flashspec.fusion.decode_block_rules import with_rules
 from flashspec.selection import Implementation, Target, first_that_can, named, resolve_device, run_where_lowered
-from pallas_kernels.gpu.hopper.decode_block_config import MAX_ROWS, TOGETHER, BlockShape
+from pallas_kernels.gpu.hopper.decode_block_config import MAX_ROWS, BlockShape
 
 __all__ = [
     "MAX_ROWS",
@@ -67,13 +67,6 @@ class BlockResult(NamedTuple):
 
 IMPLEMENTATIONS = ("hopper", "xla")
 NOT_CHOSEN = "is no default: 1.03 of XLA's speed at one row on an H200, not measured for more"
-
-
-def start(x: Array) -> Stream:
-    """The stream before the first call of a step, from embeddings x [rows, C]."""
-    if x.ndim != 2:
-        raise fail("x", "rank 2, shape [rows, C]", f"shape {list(x.shape)}")
-    return Stream(jnp.pad(x, ((0, -x.shape[0] % TOGETHER), (0, 0))))
 
 
 def decode_block(

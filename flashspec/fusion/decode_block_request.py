@@ -11,7 +11,7 @@ from jax import Array
 from flashspec import checks
 from flashspec.checks import fail
 from flashspec.selection import Target, placement, resolve_device
-from pallas_kernels.gpu.hopper.decode_block_config import AttentionForm, BlockShape, Heads, Places
+from pallas_kernels.gpu.hopper.decode_block_config import TOGETHER, AttentionForm, BlockShape, Heads, Places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +79,13 @@ class Stream(NamedTuple):
     """
 
     residual: Array
+
+
+def start(x: Array) -> Stream:
+    """The stream before the first call of a step, from embeddings x [rows, C]."""
+    if x.ndim != 2:
+        raise fail("x", "rank 2, shape [rows, C]", f"shape {list(x.shape)}")
+    return Stream(jnp.pad(x, ((0, -x.shape[0] % TOGETHER), (0, 0))))
 
 
 class BlockArrays(NamedTuple):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from flashspec.fusion.decode_block_request import BlockArrays, BlockForm, BlockRequest, HeadWeights, Places, Stream
+from flashspec.fusion.decode_block_request import BlockArrays, BlockForm, BlockRequest, HeadWeights, Places, start
 from flashspec.fusion.request import ACTIVATIONS
 
 
@@ -20,7 +20,7 @@ def decode_block(request: BlockRequest, arrays: BlockArrays) -> tuple[Any, ...]:
         x = x + product(arrays.attended, mlp.out)
         gate_up = product(norm(x, mlp.norm, form), mlp.gate_up)
         x = x + product(ACTIVATIONS[form.activation](gate_up[:, 0]) * gate_up[:, 1], mlp.down)
-    stream = Stream(jnp.pad(x, ((0, -rows % 4), (0, 0))))
+    stream = start(x)
     if arrays.heads is None:
         return stream, None, None, None
     assert arrays.places is not None

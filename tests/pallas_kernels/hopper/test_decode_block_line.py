@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.gpu.hopper import decode_block_attention as attention
 from pallas_kernels.gpu.hopper import decode_block_line as line
+from pallas_kernels.gpu.hopper import decode_block_split as splitting
 from pallas_kernels.gpu.hopper.decode_block_config import (
     PHASES,
     PRODUCTS,
@@ -53,13 +54,26 @@ def test_every_tile_is_in_one_set(apart: bool) -> None:
     assert tiles[1] == ([1, 5] if apart else [2, 3])
 
 
-def test_every_set_has_one_owner() -> None:
+def assert_one_owner(module: ModuleType) -> None:
     """Distinct programs, where there are enough of them."""
     for sets, programs in ((8, 132), (112, 132), (224, 132), (3, 1)):
-        begin, count = (np.asarray(x) for x in share_of(*divmod(sets, programs), jnp.arange(programs)))
+        begin, count = (np.asarray(x) for x in module.share_of(*divmod(sets, programs), jnp.arange(programs)))
         owned = [list(range(first, first + many)) for first, many in zip(begin, count, strict=True)]
         assert [one for some in owned for one in some] == list(range(sets))
         assert max(map(len, owned)) == -(-sets // programs)
+
+
+def test_every_set_has_one_owner() -> None:
+    assert_one_owner(splitting)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("jnp.minimum(rank, more)", "more"), ("(rank < more).astype", "(rank <= more).astype")]
+)
+def test_a_set_of_two_owners_or_none_is_noticed(old: str, new: str) -> None:
+    edited = mutant(splitting, (old, new))
+    with pytest.raises(AssertionError):
+        assert_one_owner(edited)
 
 
 @pytest.mark.parametrize("attends", [False, True])
